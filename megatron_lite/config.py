@@ -1,0 +1,249 @@
+"""Every setting of a run, once: name, default, legend.
+
+A field is a flag: `num_layers` is `--num-layers`. `arguments.py` turns the fields into an argparse parser and back, so a
+legend is written here and nowhere else. Names and defaults are Megatron's where Megatron has them. The dataclasses are
+frozen: what is derived (head size, padded vocabulary, number of microbatches) is a property or is filled in by
+`arguments.resolve`, never assigned later.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megatron_lite.grid import Grid
+
+
+def flag(default: Any, legend: str, **options: Any) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    `options`: `choices`, `nargs`, `type` as in argparse; `alias`, another spelling; `stands_for` = (switch, value), a
+    switch that means this value.
+    """
+    return field(default=default, metadata={"help": legend, **options})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """model"""
+
+    model: str | None = flag(None, "preset whose sizes are the defaults of the flags below (see docs/models.md)", type=str)
+    num_layers: int | None = flag(None, "transformer layers", type=int)
+    hidden_size: int | None = flag(None, "width of the residual stream", type=int)
+    ffn_hidden_size: int | None = flag(None, "width of the MLP (default 4h; with --swiglu 2/3 of that, multiple of 64)", type=int)
+    num_attention_heads: int | None = flag(None, "query heads", type=int)
+    group_query_attention: bool = flag(False, "share key/value heads between query heads")
+    num_query_groups: int | None = flag(None, "key/value heads (needs --group-query-attention)", type=int)
+    kv_channels: int | None = flag(None, "size of one head (default hidden / heads)", type=int)
+    seq_length: int | None = flag(None, "tokens per sample", type=int)
+    max_position_embeddings: int | None = flag(None, "longest sequence the positions allow (default --seq-length)", type=int)
+    position_embedding_type: str = flag("learned_absolute", "how positions enter", choices=("learned_absolute", "rope", "none"),
+        stands_for=("--use-rotary-position-embeddings", "rope"))  # fmt: skip
+    rotary_base: float = flag(10000.0, "RoPE theta")
+    rotary_percent: float = flag(1.0, "share of each head that RoPE turns")
+    rotary_interleaved: bool = flag(False, "RoPE pairs neighbours (2i, 2i+1) instead of halves (i, i + d/2)")
+    rotary_seq_len_interpolation_factor: float | None = flag(None, "linear RoPE scaling: positions are divided by it", type=float)
+    use_rope_scaling: bool = flag(False, "LLaMA-3's frequency-dependent RoPE scaling")
+    rope_scaling_factor: float = flag(8.0, "LLaMA-3 RoPE scaling: factor")
+    rope_low_freq_factor: float = flag(1.0, "LLaMA-3 RoPE scaling: low frequency factor")
+    rope_high_freq_factor: float = flag(4.0, "LLaMA-3 RoPE scaling: high frequency factor")
+    rope_original_max_position: int = flag(8192, "LLaMA-3 RoPE scaling: context length before scaling")
+    normalization: str = flag("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag(1e-5, "epsilon inside the norms")
+    swiglu: bool = flag(False, "gated MLP: down(silu(gate) * up)")
+    openai_gelu: bool = flag(False, "tanh form of GELU, as GPT-2 used")
+    disable_bias_linear: bool = flag(False, "no biases in the linears")
+    add_qkv_bias: bool = flag(False, "bias in the QKV projection only")
+    qk_layernorm: bool = flag(False, "norm on every query and key head")
+    untie_embeddings_and_output_weights: bool = flag(False, "separate output weights")
+    make_vocab_size_divisible_by: int = flag(128, "the vocabulary is padded to a multiple of this times tp; the loss masks the padding")
+    hidden_dropout: float = flag(0.1, "dropout after embedding, attention and MLP")
+    attention_dropout: float = flag(0.1, "dropout on attention probabilities")
+    init_method_std: float = flag(0.02, "standard deviation of initial weights; output projections get std/sqrt(2 layers)")
+    label_smoothing: float = flag(0.0, "share of the target spread over the true vocabulary")
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def tied(self) -> bool:
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.add_qkv_bias or not self.disable_bias_linear
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """parallelism"""
+
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices (tp)")
+    sequence_parallel: bool = flag(False, "cut the activations between tensor-parallel regions over tp along the sequence")
+    pipeline_model_parallel_size: int = flag(1, "ranks that share the layers (pp)")
+    pipeline_schedule: str = flag("1f1b", "order of forwards and backwards on each pipeline rank", choices=("gpipe", "1f1b"))
+    decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first stage (default: an even split)", type=int)
+    decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last stage (default: an even split)", type=int)
+    no_overlap_grad_reduce: bool = flag(False, "reduce gradients after the last backward instead of inside it")
+    ddp_bucket_size: int | None = flag(None, "parameters per gradient bucket (default: one transformer layer each)", type=int)
+    distributed_backend: str | None = flag(None, "nccl or gloo (default: nccl with CUDA, gloo without)", choices=("nccl", "gloo"), type=str)
+    distributed_timeout_minutes: float = flag(10.0, "a collective that waits longer ends the run")
+
+    @property
+    def tp(self) -> int:
+        return self.tensor_model_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.pipeline_model_parallel_size
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """optimizer"""
+
+    optimizer: str = flag("adam", "adam is AdamW (decoupled weight decay); sgd has momentum", choices=("adam", "sgd"))
+    lr: float | None = flag(None, "peak learning rate", type=float)
+    min_lr: float = flag(0.0, "learning rate at the end of the decay")
+    lr_decay_style: str = flag("linear", "shape of the decay", choices=("constant", "linear", "cosine", "WSD", "inverse-square-root"))
+    lr_decay_iters: int | None = flag(None, "iterations over which the rate decays (default --train-iters)", type=int)
+    lr_decay_samples: int | None = flag(None, "samples over which the rate decays (default --train-samples)", type=int)
+    lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up")
+    lr_warmup_fraction: float | None = flag(None, "share of the decay length spent in warm-up", type=float)
+    lr_warmup_init: float = flag(0.0, "learning rate at the first step of the warm-up")
+    lr_wsd_decay_style: str = flag("exponential", "shape of WSD's final decay", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    lr_wsd_decay_iters: int | None = flag(None, "iterations of WSD's final decay", type=int)
+    lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's final decay", type=int)
+    weight_decay: float = flag(0.01, "decay of matrices (never of norms and biases)")
+    clip_grad: float = flag(1.0, "largest global gradient norm; 0 turns clipping off")
+    adam_beta1: float = flag(0.9, "AdamW beta 1")
+    adam_beta2: float = flag(0.999, "AdamW beta 2")
+    adam_eps: float = flag(1e-8, "AdamW epsilon")
+    sgd_momentum: float = flag(0.9, "momentum of --optimizer sgd")
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """precision"""
+
+    bf16: bool = flag(False, "bf16 weights and activations; fp32 master weights, moments and gradient sums")
+    fp64: bool = flag(False, "double precision throughout, for parity tests")
+
+    @property
+    def dtype_name(self) -> str:
+        return "bfloat16" if self.bf16 else "float64" if self.fp64 else "float32"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """data"""
+
+    data_path: tuple[str, ...] | None = flag(None, "prefix of a .bin/.idx pair", nargs="+", type=str)
+    split: str = flag("969,30,1", "shares of the documents for training, validation, test", type=str)
+    mock_data: bool = flag(False, "made-up tokens instead of --data-path")
+    tokenizer_type: str | None = flag(None, "tokenizer", type=str,
+        choices=("HuggingFaceTokenizer", "SentencePieceTokenizer", "ByteTokenizer", "NullTokenizer"))  # fmt: skip
+    tokenizer_model: str | None = flag(None, "folder or file of the tokenizer", type=str)
+    vocab_size: int | None = flag(None, "true vocabulary (default: the tokenizer's)", type=int)
+    eod_mask_loss: bool = flag(False, "no loss where the input token is the end of a document")
+    num_workers: int = flag(2, "steps the loader reads ahead in the background; 0 reads in line")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """training"""
+
+    micro_batch_size: int | None = flag(None, "samples per forward pass on one data-parallel rank", type=int)
+    global_batch_size: int | None = flag(None, "samples per step (default micro-batch times dp)", type=int)
+    train_iters: int | None = flag(None, "steps to train", type=int)
+    train_samples: int | None = flag(None, "samples to train, instead of --train-iters", type=int)
+    exit_interval: int | None = flag(None, "stop (and save) at iterations divisible by this", type=int)
+    exit_duration_in_mins: float | None = flag(None, "stop (and save) after so many minutes", type=float)
+    eval_iters: int = flag(100, "batches per evaluation")
+    eval_interval: int | None = flag(None, "iterations between evaluations (default: none)", type=int)
+    seed: int = flag(1234, "seed of weights, data order and dropout")
+    compile: bool = flag(False, "torch.compile the element-wise parts of every layer")
+    dry_run: bool = flag(False, "print grid, stages, schedule, parameters and memory per rank, then exit")
+    world_size: int | None = flag(None, "ranks to plan for (given with --dry-run; otherwise it is the launcher's)", type=int)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """checkpoint"""
+
+    save: str | None = flag(None, "folder that checkpoints are written to", type=str)
+    load: str | None = flag(None, "folder that the newest checkpoint is read from", type=str)
+    save_interval: int | None = flag(None, "iterations between checkpoints (the last iteration is always saved)", type=int,
+        alias="--persistent-save-interval")  # fmt: skip
+    no_save_optim: bool = flag(False, "save weights only")
+    no_load_optim: bool = flag(False, "load weights only, keep iteration and data position")
+    finetune: bool = flag(False, "load weights only, start at iteration 0")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """logging"""
+
+    log_interval: int = flag(100, "iterations between log lines")
+    jsonl: str | None = flag(None, "file that gets one JSON object per log line", type=str)
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard", type=str)
+    wandb_project: str | None = flag(None, "Weights & Biases project; turns W&B on", type=str)
+    wandb_exp_name: str | None = flag(None, "name of the run in W&B", type=str)
+    wandb_entity: str | None = flag(None, "W&B team or user", type=str)
+    wandb_save_dir: str | None = flag(None, "folder for W&B's files (default: --save, else the working folder)", type=str)
+    log_params_norm: bool = flag(False, "add the norm of the parameters to the log line")
+    peak_tflops: float | None = flag(None, "peak of one device for MFU (default: known GPUs' dense peak, measured on CPU)", type=float)
+
+
+GROUPS = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "optimizer": OptimizerConfig,
+    "precision": PrecisionConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """All groups of a run, and what follows from them together."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def grid(self) -> Grid:
+        """The run's grid; the world size is filled in by `arguments.resolve`."""
+        return Grid(tp=self.parallel.tp, dp=self.data_parallel_size, pp=self.parallel.pp)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.train.world_size // (self.parallel.tp * self.parallel.pp)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Forward passes per step on each data-parallel rank."""
+        return self.train.global_batch_size // (self.train.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Vocabulary rounded up to a multiple of --make-vocab-size-divisible-by x tp (the padding never enters the loss)."""
+        multiple = self.model.make_vocab_size_divisible_by * self.parallel.tp
+        return -(-self.data.vocab_size // multiple) * multiple
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain nested dictionary, for JSON, W&B and the checkpoint."""
+        return {name: {f.name: getattr(getattr(self, name), f.name) for f in fields(group)} for name, group in GROUPS.items()}

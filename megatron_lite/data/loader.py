@@ -1,0 +1,184 @@
+"""Batches out of samples. The order is global; a rank reads its part of it.
+
+    step       the next num_microbatches * dp_size * micro_batch_size samples
+    microbatch j of data-parallel rank d:  consumed + (j * dp_size + d) * micro_batch_size + [0 .. micro_batch_size)
+
+So the samples of a step are the same for every dp size and every cut into microbatches, every rank takes the same
+number of steps, and the whole state is one integer, `consumed_samples`.
+Shapes: b = micro-batch size, s = sequence length.
+"""
+
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from megatron_lite.data.indexed import DataError
+
+
+class Samples(Protocol):
+    """Anything that gives int64 [s + 1] for a global sample number."""
+
+    def __getitem__(self, global_sample: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch of one rank."""
+
+    tokens: torch.Tensor  # int64 [b, s]
+    labels: torch.Tensor  # int64 [b, s]
+    loss_mask: torch.Tensor  # float32 [b, s], 1 where the label counts
+
+
+def check_ids(ids: np.ndarray, sample: int, vocab_size: int) -> None:
+    """Refuse ids outside [0, vocab_size): an embedding would fail far from the cause, or read another row."""
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise DataError(
+            f"sample {sample} holds token id {wrong[0]}, but the vocabulary has {vocab_size} entries "
+            f"(ids 0 to {vocab_size - 1}): the data was made with another tokenizer or --vocab-size is too small"
+        )
+
+
+@dataclass(frozen=True)
+class StepReader:
+    """Builds one rank's microbatches of the step that starts at a given sample; no state, so any thread may call it."""
+
+    samples: Samples
+    micro_batch_size: int
+    num_microbatches: int
+    dp_rank: int
+    dp_size: int
+    vocab_size: int
+    masked_token: int | None  # inputs with this id carry no loss
+
+    def samples_per_step(self) -> int:
+        """The global batch size."""
+        return self.num_microbatches * self.dp_size * self.micro_batch_size
+
+    def sample_numbers(self, consumed: int, microbatch: int) -> range:
+        """Global numbers of the samples this rank puts into one microbatch."""
+        first = consumed + (microbatch * self.dp_size + self.dp_rank) * self.micro_batch_size
+        return range(first, first + self.micro_batch_size)
+
+    def read(self, consumed: int) -> list[Batch]:
+        """The microbatches of the step that starts after `consumed` samples."""
+        return [self._microbatch(self.sample_numbers(consumed, j)) for j in range(self.num_microbatches)]
+
+    def _microbatch(self, numbers: range) -> Batch:
+        rows = [self.samples[number] for number in numbers]
+        for number, row in zip(numbers, rows, strict=True):
+            check_ids(row, number, self.vocab_size)
+        ids = np.stack(rows)  # [b, s + 1]
+        tokens, labels = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+        mask = np.ones(tokens.shape, np.float32)
+        if self.masked_token is not None:
+            mask[tokens == self.masked_token] = 0.0
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(mask))
+
+
+def _read_ahead(reader: StepReader, consumed: int, steps: queue.Queue, stop: threading.Event) -> None:
+    """Body of the prefetch thread. It hands over steps, or the error that ended it, and never blocks for good."""
+    while not stop.is_set():
+        try:
+            item = reader.read(consumed)
+        except BaseException as error:  # whatever it is, the training thread has to hear of it
+            item = error
+        while not stop.is_set():
+            try:
+                steps.put(item, timeout=0.1)
+                break
+            except queue.Full:
+                continue
+        if isinstance(item, BaseException):
+            return
+        consumed += reader.samples_per_step()
+
+
+class BatchLoader:
+    """Gives one rank its microbatches, step after step, from `consumed_samples` on.
+
+    `prefetch` steps are read ahead by a daemon thread; 0 reads in line. Either way the batches are the same, and no
+    random generator is touched. `wait_seconds` is the time `next_step` has kept its caller waiting.
+    Raises DataError from `next_step` for a sample that cannot be read or holds an id outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        micro_batch_size: int,
+        num_microbatches: int,
+        dp_rank: int,
+        dp_size: int,
+        vocab_size: int,
+        consumed_samples: int = 0,
+        eod: int | None = None,
+        eod_mask_loss: bool = False,
+        prefetch: int = 2,
+    ):
+        if micro_batch_size < 1 or num_microbatches < 1 or not 0 <= dp_rank < dp_size:
+            raise ValueError(
+                f"micro_batch_size {micro_batch_size} and num_microbatches {num_microbatches} must be at least 1, "
+                f"dp_rank {dp_rank} must lie in [0, {dp_size})"
+            )
+        if consumed_samples < 0 or prefetch < 0:
+            raise ValueError(f"consumed_samples {consumed_samples} and prefetch {prefetch} must not be negative")
+        if eod_mask_loss and eod is None:
+            raise ValueError("--eod-mask-loss needs a tokenizer that has an end-of-document token")
+        masked = eod if eod_mask_loss else None
+        self.reader = StepReader(samples, micro_batch_size, num_microbatches, dp_rank, dp_size, vocab_size, masked)
+        self.consumed_samples = consumed_samples
+        self.wait_seconds = 0.0
+        self.prefetch = prefetch
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._steps: queue.Queue = queue.Queue(maxsize=max(prefetch, 1))
+        self._error: BaseException | None = None
+
+    def next_step(self) -> list[Batch]:
+        """This rank's `num_microbatches` batches of the next step; `consumed_samples` moves on by the global batch."""
+        started = time.perf_counter()
+        try:
+            step = self._from_thread() if self.prefetch else self.reader.read(self.consumed_samples)
+        finally:
+            self.wait_seconds += time.perf_counter() - started
+        self.consumed_samples += self.reader.samples_per_step()
+        return step
+
+    def take_wait_seconds(self) -> float:
+        """`wait_seconds` since the last call, which starts again at 0."""
+        waited, self.wait_seconds = self.wait_seconds, 0.0
+        return waited
+
+    def _from_thread(self) -> list[Batch]:
+        if self._error is not None:
+            raise self._error
+        if self._stop.is_set():
+            raise RuntimeError("this loader is closed")
+        if self._thread is None:  # started on first use, so a loader may be made before a fork
+            arguments = (self.reader, self.consumed_samples, self._steps, self._stop)
+            self._thread = threading.Thread(target=_read_ahead, args=arguments, name="batch-loader", daemon=True)
+            self._thread.start()
+        item = self._steps.get()
+        if isinstance(item, BaseException):
+            self._error = item
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Stop reading ahead and join the thread. May be called more than once."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> "BatchLoader":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()

@@ -1,0 +1,88 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864) with LLaMA-3's and linear scaling.
+
+Angles are computed in fp32 whatever the model's dtype, as Hugging Face does, so that converted models agree to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron_lite.config import ModelConfig
+
+
+def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
+    """fp32 [rot/2]: theta^(-2i/rot), scaled as the configuration says; rot = the turned part of a head."""
+    turned = int(model.head_dim * model.rotary_percent) // 2 * 2
+    inv = 1.0 / model.rotary_base ** (torch.arange(0, turned, 2, dtype=torch.int64).float() / turned)
+    if model.rotary_seq_len_interpolation_factor is not None:
+        inv = inv / model.rotary_seq_len_interpolation_factor
+    if model.use_rope_scaling:
+        inv = _llama3(inv, model)
+    return inv
+
+
+def _llama3(inv: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """LLaMA 3.1: long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
+    length = model.rope_original_max_position
+    low, high, factor = model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_scaling_factor
+    wavelength = 2 * math.pi / inv
+    scaled = torch.where(wavelength > length / low, inv / factor, inv)
+    smooth = (length / wavelength - low) / (high - low)
+    between = (1 - smooth) * inv / factor + smooth * inv
+    middle = (wavelength <= length / low) & (wavelength >= length / high)
+    return torch.where(middle, between, scaled)
+
+
+def cos_sin(model: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [s, rot/2] at the given positions; fp32 for low-precision models, else the model's dtype."""
+    angles = positions.float()[:, None] * inverse_frequencies(model).to(positions.device)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    return angles.cos().to(exact), angles.sin().to(exact)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, interleaved: bool,
+           out: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """Turn x [s, ..., d] by the angles [s, rot/2] and multiply it by `scale`, into `out`, which may have another layout.
+
+    Only the first rot channels turn. Pairs are (i, i + rot/2), or (2i, 2i + 1) when interleaved.
+    """
+    half = cos.shape[-1]
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (half,)
+    cos, sin = (cos * scale).view(shape), (sin * scale).view(shape)
+    first, second = _pairs(x, half, interleaved)
+    out_first, out_second = _pairs(out, half, interleaved)
+    out_first.copy_(torch.addcmul(first * cos, second, sin, value=-1))
+    out_second.copy_(torch.addcmul(second * cos, first, sin))
+    if 2 * half < x.shape[-1]:
+        torch.mul(x[..., 2 * half :], scale, out=out[..., 2 * half :])
+    return out
+
+
+def _pairs(x: torch.Tensor, half: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if interleaved:
+        return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    return x[..., :half], x[..., half : 2 * half]
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin, scale: float, interleaved: bool, new):
+        ctx.save_for_backward(cos, sin)
+        ctx.scale, ctx.interleaved = scale, interleaved
+        return rotate(x, cos, sin, scale, interleaved, new(x))
+
+    @staticmethod
+    def backward(ctx, dy):
+        cos, sin = ctx.saved_tensors
+        out = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+        return rotate(dy, cos, -sin, ctx.scale, ctx.interleaved, out), None, None, None, None, None
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, interleaved: bool, new) -> torch.Tensor:
+    """scale x turned x, [s, ..., d] -> the same shape in memory made by `new(x)`.
+
+    Nothing is kept but the angles: the backward turns by their negative.
+    """
+    return _Rope.apply(x, cos, sin, scale, interleaved, new)

@@ -1,0 +1,183 @@
+"""One transformer class that can be any pipeline stage or chunk of a GPT or LLaMA model.
+
+    first stage   tokens -> embedding (+ learned positions)
+    every stage   layers:  x += dropout(attention(norm(x)));  x += dropout(mlp(norm(x)))
+    last stage    final norm -> logits over the vocabulary -> summed token losses
+
+Activations are [s, b, h], or [s/tp, b, h] under sequence parallelism. Canonical parameter names are Hugging Face LLaMA's
+without the `model.` prefix, so that a checkpoint is one rename away from a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from megatron_lite.config import ModelConfig
+from megatron_lite.models.attention import SelfAttention
+from megatron_lite.models.mlp import MLP
+from megatron_lite.models.norm import NORMS
+from megatron_lite.models.rope import cos_sin
+from megatron_lite.parallel.shard import Init, Shard, initialise, parameter, whole
+from megatron_lite.parallel.tensor import TensorParallel, column_linear
+from megatron_lite.parallel.vocab import cross_entropy, embed, vocab_matrix
+from megatron_lite.parallel.wgrad import WeightGradQueue, give
+from megatron_lite.rng import REPLICATED, SHARDED, DropoutKey, dropout
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm attention and MLP with residuals.   x [s/tp or s, b, h] -> the same shape"""
+
+    def __init__(self, layer: int, model: ModelConfig, tp: TensorParallel):
+        super().__init__()
+        self.layer, self.p = layer, model.hidden_dropout
+        self.role = SHARDED if tp.sequence_parallel else REPLICATED
+        init = Init("normal", model.init_method_std)
+        output_init = Init("normal", model.init_method_std / math.sqrt(2 * model.num_layers))
+        norm, name = NORMS[model.normalization], f"layers.{layer}"
+        self.input_layernorm = norm(f"{name}.input_layernorm", model.hidden_size, model.norm_epsilon, tp)
+        self.self_attn = SelfAttention(f"{name}.self_attn", layer, model, tp, init, output_init)
+        self.post_attention_layernorm = norm(f"{name}.post_attention_layernorm", model.hidden_size, model.norm_epsilon, tp)
+        self.mlp = MLP(f"{name}.mlp", model, tp, init, output_init)
+
+    def forward(self, x: torch.Tensor, angles, key: DropoutKey | None) -> torch.Tensor:
+        x = x + self._drop(self.self_attn(self.input_layernorm(x), angles, key), "attention_output", key)
+        return x + self._drop(self.mlp(self.post_attention_layernorm(x)), "mlp_output", key)
+
+    def _drop(self, x: torch.Tensor, site: str, key: DropoutKey | None) -> torch.Tensor:
+        if key is None or self.p == 0.0:
+            return x
+        return dropout(x, self.p, key.generator(x.device, self.layer, site, self.role))
+
+
+class _AddPositions(torch.autograd.Function):
+    """x [s', b, h] + table[first : first + s'] of learned positions; each rank adds the positions it holds."""
+
+    @staticmethod
+    def forward(ctx, x, table, first: int):
+        ctx.table, ctx.rows = table, slice(first, first + x.shape[0])
+        return x + table[ctx.rows].unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        rows = ctx.rows
+        if ctx.table.requires_grad:
+            give(ctx.table, lambda grad: grad[rows].add_(dy.sum(1, dtype=grad.dtype)))
+        return dy, None, None
+
+
+class Embedding(nn.Module):
+    """tokens [b, s] -> [s/tp or s, b, h]"""
+
+    def __init__(self, model: ModelConfig, vocab_size: int, padded_size: int, tp: TensorParallel):
+        super().__init__()
+        self.tp, self.p = tp, model.hidden_dropout
+        init = Init("normal", model.init_method_std)
+        self.weight = vocab_matrix("embed_tokens.weight", vocab_size, padded_size, model.hidden_size, init, tp)
+        self.positions = None
+        if model.position_embedding_type == "learned_absolute":
+            name, shape = "embed_positions.weight", (model.max_position_embeddings, model.hidden_size)
+            partial = tp.sequence_parallel and tp.axis.size > 1
+            box = whole(name, shape, tp.axis.size, tp.axis.rank, partial)
+            self.positions = parameter(shape, Shard(name, (box,), init, decay=True), tp.dtype, tp.device)
+
+    def forward(self, tokens: torch.Tensor, key: DropoutKey | None) -> torch.Tensor:
+        x = embed(self.weight, tokens.t(), self.tp)
+        if self.positions is not None:
+            first = self.tp.axis.rank * x.shape[0] if self.tp.sequence_parallel else 0
+            x = _AddPositions.apply(x, self.positions, first)
+        if key is None or self.p == 0.0:
+            return x
+        role = SHARDED if self.tp.sequence_parallel else REPLICATED
+        return dropout(x, self.p, key.generator(x.device, -1, "embedding", role))
+
+
+class TransformerStage(nn.Module):
+    """The layers `layers` of the model, with the embedding if `first` and the output layer and loss if `last`.
+
+    A stage that is `last` but not `first` holds its own copy of a tied embedding; the gradient engine keeps both equal.
+    """
+
+    def __init__(self, model: ModelConfig, vocab_size: int, padded_size: int, layers: range, first: bool, last: bool,
+                 tp: TensorParallel):  # fmt: skip
+        super().__init__()
+        self.model, self.vocab_size, self.first, self.last, self.tp = model, vocab_size, first, last, tp
+        self.embedding = Embedding(model, vocab_size, padded_size, tp) if first else None
+        self.layers = nn.ModuleList(TransformerLayer(i, model, tp) for i in layers)
+        self.norm = self.head = None
+        if last:
+            self.norm = NORMS[model.normalization]("norm", model.hidden_size, model.norm_epsilon, tp)
+            if not (model.tied and first):
+                name = "embed_tokens.weight" if model.tied else "lm_head.weight"
+                init = Init("normal", model.init_method_std)
+                self.head = vocab_matrix(name, vocab_size, padded_size, model.hidden_size, init, tp, tied=model.tied)
+        self.angles: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.wgrad_queue = WeightGradQueue()
+        for param in self.parameters():
+            param.wgrad_queue = self.wgrad_queue
+
+    def initialise(self, seed: int) -> TransformerStage:
+        """Fill every parameter from (seed, canonical name)."""
+        for param in self.parameters():
+            initialise(param, seed)
+        return self
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        return self.embedding.weight if self.head is None else self.head
+
+    def units(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
+        """Parameters in groups that are used together, in order of use. The token embedding and the output layer are
+        units of their own, so that a tied copy has the same buffer layout on both stages."""
+        if self.first:
+            yield "embed_tokens", [self.embedding.weight]
+            if self.embedding.positions is not None:
+                yield "embed_positions", [self.embedding.positions]
+        for layer in self.layers:
+            yield f"layers.{layer.layer}", list(layer.parameters())
+        if self.last:
+            yield "norm", list(self.norm.parameters())
+            if self.head is not None:
+                yield "head", [self.head]
+
+    def uses(self, param: nn.Parameter) -> int:
+        """Gradient contributions of a parameter per microbatch: two for an embedding that is also the output layer."""
+        return 2 if self.last and self.first and self.head is None and param is self.embedding.weight else 1
+
+    def hidden(self, x: torch.Tensor, key: DropoutKey | None) -> torch.Tensor:
+        """tokens [b, s] on the first stage, else [s/tp or s, b, h]  ->  [s/tp or s, b, h] after this stage's layers."""
+        length = x.shape[1] if self.first else x.shape[0] * (self.tp.axis.size if self.tp.sequence_parallel else 1)
+        if self.first:
+            x = self.embedding(x, key)
+        angles = self._angles(length, x.device)
+        for layer in self.layers:
+            x = layer(x, angles, key)
+        return x
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[s/tp or s, b, h] -> [s, b, V/tp], on the last stage."""
+        return column_linear(self.norm(x), self.output_weight, None, self.tp)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, mask: torch.Tensor | None = None,
+                key: DropoutKey | None = None) -> torch.Tensor:  # fmt: skip
+        """The activation for the next stage, or on the last stage the sum over tokens of mask x loss.
+
+        labels, mask [b, s] are read on the last stage alone. `key` is None in evaluation: no dropout.
+        """
+        x = self.hidden(x, key)
+        if not self.last:
+            return x
+        logits = self.logits(x).flatten(0, 1)  # [s b, V/tp]
+        return cross_entropy(logits, labels.t().flatten(), mask.t().flatten(), self.tp.axis, self.vocab_size,
+                             self.model.label_smoothing)  # fmt: skip
+
+    def _angles(self, length: int, device: torch.device):
+        """cos and sin of the rotary positions 0..length-1, computed once per length."""
+        if self.model.position_embedding_type != "rope":
+            return None
+        if self.angles is None or self.angles[0].shape[0] != length:
+            self.angles = cos_sin(self.model, torch.arange(length, device=device), self.tp.dtype)
+        return self.angles

@@ -1,0 +1,104 @@
+"""AdamW and SGD over flat buckets, with fp32 master weights under bf16.
+
+    master  fp32 copy of the bucket's parameters (the parameters themselves in fp32 and fp64)
+    moments of the master's dtype and layout
+
+Decay touches only matrices (`Shard.decay`), so a bucket is stepped as runs of equal decay. The kernel is chosen here and
+nowhere else: apex's FusedAdam on CUDA where it is installed from NVIDIA's source, else torch's fused AdamW.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from megatron_lite.config import OptimizerConfig
+from megatron_lite.optim.ddp import FlatBucket
+
+
+@dataclass
+class BucketState:
+    """Optimizer state of one bucket. `moments` by name, each the shape of `master`."""
+
+    bucket: FlatBucket
+    master: torch.Tensor
+    moments: dict[str, torch.Tensor]
+    runs: list[tuple[int, int, bool]]  # [start, end) and whether it decays
+
+
+class Optimizer:
+    """Steps every bucket; holds fp32 masters and moments."""
+
+    def __init__(self, buckets: list[FlatBucket], config: OptimizerConfig):
+        self.config = config
+        self.steps = 0
+        names = ("exp_avg", "exp_avg_sq") if config.optimizer == "adam" else ("momentum",)
+        self.states = []
+        for bucket in buckets:
+            low = bucket.param.dtype == torch.bfloat16
+            master = bucket.param.float() if low else bucket.param
+            moments = {name: torch.zeros_like(master) for name in names}
+            self.states.append(BucketState(bucket, master, moments, _decay_runs(bucket)))
+
+    def step(self, lr: float, grad_scale: torch.Tensor) -> None:
+        """One update with gradients multiplied by `grad_scale` (1/tokens x clip coefficient, a scalar tensor)."""
+        self.steps += 1
+        for state in self.states:
+            state.bucket.grad.mul_(grad_scale.to(state.bucket.grad.dtype))
+        for decays in (True, False):
+            self._step_group(lr, self.config.weight_decay if decays else 0.0, decays)
+        for state in self.states:
+            if state.master is not state.bucket.param:
+                state.bucket.param.copy_(state.master)
+
+    def _step_group(self, lr: float, weight_decay: float, decays: bool) -> None:
+        """One fused call over all runs of one decay group."""
+        picked = [(state, slice(a, b)) for state in self.states for a, b, d in state.runs if d == decays]
+        if not picked:
+            return
+        params = [state.master[place] for state, place in picked]
+        grads = [state.bucket.grad[place] for state, place in picked]
+        moments = {name: [state.moments[name][place] for state, place in picked] for name in self.states[0].moments}
+        config = self.config
+        if config.optimizer == "adam":
+            counts = [torch.tensor(float(self.steps - 1), device=p.device) for p in params]  # the kernel adds one
+            adamw(params, grads, moments["exp_avg"], moments["exp_avg_sq"], [], counts, fused=True, amsgrad=False,
+                  beta1=config.adam_beta1, beta2=config.adam_beta2, lr=lr, weight_decay=weight_decay, eps=config.adam_eps,
+                  maximize=False)  # fmt: skip
+        else:
+            for param in params:  # decoupled, as for AdamW
+                param.mul_(1.0 - lr * weight_decay)
+            sgd(params, grads, moments["momentum"], weight_decay=0.0, momentum=config.sgd_momentum, lr=lr, dampening=0.0,
+                nesterov=False, maximize=False, foreach=True)  # fmt: skip
+
+    def bytes(self) -> int:
+        """Bytes of masters (where they are separate) and moments."""
+        return sum(sum(m.nbytes for m in s.moments.values()) + (s.master.nbytes if s.master is not s.bucket.param else 0)
+                   for s in self.states)  # fmt: skip
+
+    def sync_masters(self) -> None:
+        """Masters from the parameters, after weights alone were loaded."""
+        for state in self.states:
+            if state.master is not state.bucket.param:
+                state.master.copy_(state.bucket.param)
+
+    def write_back(self) -> None:
+        """Parameters from the masters, after a checkpoint was loaded into them."""
+        for state in self.states:
+            if state.master is not state.bucket.param:
+                state.bucket.param.copy_(state.master)
+
+
+def _decay_runs(bucket: FlatBucket) -> list[tuple[int, int, bool]]:
+    """The bucket as neighbouring runs of equal decay; alignment gaps go with the run before them."""
+    found: list[tuple[int, int, bool]] = []
+    ends = [slot.start for slot in bucket.layout.slots[1:]] + [bucket.layout.size]
+    for slot, end, param in zip(bucket.layout.slots, ends, bucket.params, strict=True):
+        if found and found[-1][2] == param.shard.decay:
+            found[-1] = (found[-1][0], end, found[-1][2])
+        else:
+            found.append((slot.start, end, param.shard.decay))
+    return found

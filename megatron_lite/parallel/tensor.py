@@ -1,0 +1,163 @@
+"""Column- and row-parallel linears: a matrix cut over tp, with the communication at its ends.
+
+    column   y_r = x  @ W_r^T        W_r = rows r of W      [out/tp, in]     input is made whole, output stays cut
+    row      y   = sum_r x_r @ W_r^T W_r = columns r of W   [out, in/tp]     input is cut, output is summed
+
+                       without sequence parallel            with sequence parallel
+    column  forward    nothing                              all-gather the input     [s/tp, b, h] -> [s, b, h]
+            backward   all-reduce the input gradient        reduce-scatter it        [s, b, h] -> [s/tp, b, h]
+    row     forward    all-reduce the output                reduce-scatter it
+            backward   nothing                              all-gather the output gradient
+
+In the column backward the communication of the input gradient starts before the weight-gradient GEMM and is waited on
+after it; with sequence parallel the input is gathered again behind the input-gradient GEMM, so only the cut input is kept.
+
+Shapes: s sequence, b micro-batch, h hidden. Source: Shoeybi et al. 2019 (arXiv 1909.08053), Korthikanti et al. 2022
+(arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron_lite.comm import collectives as comm
+from megatron_lite.comm.mesh import Axis
+from megatron_lite.parallel.shard import Box, Init, Shard, cut, parameter, whole
+from megatron_lite.parallel.wgrad import give
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How layers are cut: the tp axis, whether activations between regions are cut too, and what weights are made of."""
+
+    axis: Axis
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+def give_weight_grad(weight: nn.Parameter, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """Hand over dW += dy^T @ x.   x [..., in], dy [..., out]"""
+    x2, dy2 = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    give(weight, lambda grad: grad.add_(dy2.t() @ x2))
+
+
+def give_bias_grad(bias: nn.Parameter, dy: torch.Tensor) -> None:
+    """Hand over db += sum over tokens of dy, summed in the precision of the buffer."""
+    give(bias, lambda grad: grad.add_(dy.reshape(-1, dy.shape[-1]).sum(0, dtype=grad.dtype)))
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool):
+        ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel = weight, bias, axis, sequence_parallel
+        ctx.save_for_backward(x)  # the cut input: [s/tp, b, h] under sequence parallel
+        whole_x = comm.all_gather(x, axis) if sequence_parallel else x  # [s, b, h]
+        return nn.functional.linear(whole_x, weight, bias)  # [s, b, out/tp]
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        axis, weight, bias = ctx.axis, ctx.weight, ctx.bias
+        gather = comm.start_all_gather(x, axis) if ctx.sequence_parallel and weight.requires_grad else None
+        dx = dy @ weight if ctx.needs_input_grad[0] else None  # [s, b, h], a partial sum over tp
+        if gather is not None:
+            x = gather.wait()
+        reduce = None
+        if dx is not None:
+            reduce = comm.start_reduce_scatter(dx, axis) if ctx.sequence_parallel else comm.start_all_reduce(dx, axis)
+        if weight.requires_grad:
+            give_weight_grad(weight, x, dy)
+        if bias is not None and bias.requires_grad:
+            give_bias_grad(bias, dy)
+        return (None if reduce is None else reduce.wait()), None, None, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool):
+        ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel = weight, bias, axis, sequence_parallel
+        ctx.save_for_backward(x)  # [s, b, in/tp]
+        y = nn.functional.linear(x, weight)  # [s, b, out], a partial sum over tp
+        y = comm.reduce_scatter(y, axis) if sequence_parallel else comm.all_reduce(y, axis)
+        return y if bias is None else y.add_(bias)  # after the sum: once, not tp times
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        if bias is not None and bias.requires_grad:
+            give_bias_grad(bias, dy)
+        whole_dy = comm.all_gather(dy, ctx.axis) if ctx.sequence_parallel else dy  # [s, b, out]
+        dx = whole_dy @ weight if ctx.needs_input_grad[0] else None  # [s, b, in/tp]
+        if weight.requires_grad:
+            give_weight_grad(weight, x, whole_dy)
+        return dx, None, None, None, None
+
+
+def column_linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> torch.Tensor:
+    """x W_r^T + b_r with this rank's rows.   x [s/tp or s, b, in] -> [s, b, out/tp]"""
+    return _ColumnLinear.apply(x, weight, bias, tp.axis, tp.sequence_parallel)
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the rows of W cut over tp.   x [s/tp or s, b, in] -> [s, b, out/tp]
+
+    `weight_boxes` / `bias_boxes` say which full tensors the local rows belong to (see `column_boxes`, `attention.qkv_boxes`).
+    """
+
+    def __init__(self, name: str, rows: int, in_features: int, weight_boxes: tuple[Box, ...], init: Init,
+                 tp: TensorParallel, bias_boxes: tuple[Box, ...] | None = None):  # fmt: skip
+        super().__init__()
+        self.tp = tp
+        shard = Shard(f"{name}.weight", weight_boxes, init, decay=True)
+        self.weight = parameter((rows, in_features), shard, tp.dtype, tp.device)
+        self.bias = None
+        if bias_boxes is not None:
+            shard = Shard(f"{name}.bias", bias_boxes, Init("zeros"), decay=False)
+            self.bias = parameter((rows,), shard, tp.dtype, tp.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return column_linear(x, self.weight, self.bias, self.tp)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the columns of W cut over tp.   x [s, b, in/tp] -> [s/tp or s, b, out]
+
+    The bias is whole on every rank. Under sequence parallel each rank adds it to its own positions, so its gradient is partial.
+    """
+
+    def __init__(self, name: str, in_features: int, out_features: int, init: Init, tp: TensorParallel, bias: bool):
+        super().__init__()
+        self.tp = tp
+        axis = tp.axis
+        box = cut(f"{name}.weight", (out_features, in_features), 1, axis.size, axis.rank)
+        self.weight = parameter(box.length, Shard(box.name, (box,), init, decay=True), tp.dtype, tp.device)
+        self.bias = replicated_vector(f"{name}.bias", out_features, "zeros", tp) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _RowLinear.apply(x, self.weight, self.bias, self.tp.axis, self.tp.sequence_parallel)
+
+
+def replicated_vector(name: str, size: int, kind: str, tp: TensorParallel, partial: bool | None = None) -> nn.Parameter:
+    """A norm weight or bias that every tp rank holds. Its gradient is partial when each rank sees only some positions
+    (sequence parallel: the default) or only some heads (q/k norms: always)."""
+    partial = tp.sequence_parallel if partial is None else partial
+    box = whole(name, (size,), tp.axis.size, tp.axis.rank, partial and tp.axis.size > 1)
+    return parameter((size,), Shard(name, (box,), Init(kind), decay=False), tp.dtype, tp.device)
+
+
+def column_boxes(pieces: list[tuple[str, tuple[int, ...]]], axis: Axis) -> tuple[Box, ...]:
+    """Boxes of pieces that are each cut over tp along dim 0 and lie one under the other: [gate_r; up_r].
+
+    The cut keeps pairs together: rank r holds rows r of the gate and rows r of the up projection.
+    """
+    boxes, start = [], 0
+    for name, shape in pieces:
+        box = cut(name, shape, 0, axis.size, axis.rank)
+        boxes.append(Box(name, shape, box.offset, box.length, (start, *box.local[1:])))
+        start += box.length[0]
+    return tuple(boxes)
