@@ -54,7 +54,7 @@ class ModelConfig:
     add_qkv_bias: bool = flag(False, "bias in the QKV projection only")
     qk_layernorm: bool = flag(False, "norm on every query and key head")
     untie_embeddings_and_output_weights: bool = flag(False, "separate output weights")
-    make_vocab_size_divisible_by: int = flag(128, "the vocabulary is padded to a multiple of this times tp; the loss masks the padding")
+    make_vocab_size_divisible_by: int = flag(128, "the vocabulary is padded to a multiple of this times tp, never trained")
     hidden_dropout: float = flag(0.1, "dropout after embedding, attention and MLP")
     attention_dropout: float = flag(0.1, "dropout on attention probabilities")
     init_method_std: float = flag(0.02, "standard deviation of initial weights; output projections get std/sqrt(2 layers)")
@@ -89,7 +89,8 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last stage (default: an even split)", type=int)
     no_overlap_grad_reduce: bool = flag(False, "reduce gradients after the last backward instead of inside it")
     ddp_bucket_size: int | None = flag(None, "parameters per gradient bucket (default: one transformer layer each)", type=int)
-    distributed_backend: str | None = flag(None, "nccl or gloo (default: nccl with CUDA, gloo without)", choices=("nccl", "gloo"), type=str)
+    distributed_backend: str | None = flag(None, "nccl or gloo (default: nccl with CUDA, gloo without)", type=str,
+        choices=("nccl", "gloo"))  # fmt: skip
     distributed_timeout_minutes: float = flag(10.0, "a collective that waits longer ends the run")
 
     @property
@@ -108,14 +109,16 @@ class OptimizerConfig:
     optimizer: str = flag("adam", "adam is AdamW (decoupled weight decay); sgd has momentum", choices=("adam", "sgd"))
     lr: float | None = flag(None, "peak learning rate", type=float)
     min_lr: float = flag(0.0, "learning rate at the end of the decay")
-    lr_decay_style: str = flag("linear", "shape of the decay", choices=("constant", "linear", "cosine", "WSD", "inverse-square-root"))
+    lr_decay_style: str = flag("linear", "shape of the decay",
+        choices=("constant", "linear", "cosine", "WSD", "inverse-square-root"))  # fmt: skip
     lr_decay_iters: int | None = flag(None, "iterations over which the rate decays (default --train-iters)", type=int)
     lr_decay_samples: int | None = flag(None, "samples over which the rate decays (default --train-samples)", type=int)
     lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
     lr_warmup_samples: int = flag(0, "samples of linear warm-up")
     lr_warmup_fraction: float | None = flag(None, "share of the decay length spent in warm-up", type=float)
-    lr_warmup_init: float = flag(0.0, "learning rate at the first step of the warm-up")
-    lr_wsd_decay_style: str = flag("exponential", "shape of WSD's final decay", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    lr_warmup_init: float = flag(0.0, "learning rate that the warm-up starts from")
+    lr_wsd_decay_style: str = flag("exponential", "shape of WSD's final decay",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"))  # fmt: skip
     lr_wsd_decay_iters: int | None = flag(None, "iterations of WSD's final decay", type=int)
     lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's final decay", type=int)
     weight_decay: float = flag(0.01, "decay of matrices (never of norms and biases)")
@@ -196,7 +199,7 @@ class LoggingConfig:
     wandb_entity: str | None = flag(None, "W&B team or user", type=str)
     wandb_save_dir: str | None = flag(None, "folder for W&B's files (default: --save, else the working folder)", type=str)
     log_params_norm: bool = flag(False, "add the norm of the parameters to the log line")
-    peak_tflops: float | None = flag(None, "peak of one device for MFU (default: known GPUs' dense peak, measured on CPU)", type=float)
+    peak_tflops: float | None = flag(None, "peak of one device for MFU (default: a known GPU's, measured on CPU)", type=float)
 
 
 GROUPS = {

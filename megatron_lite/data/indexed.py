@@ -15,6 +15,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from megatron_lite.errors import ReportedError
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes
@@ -23,7 +25,7 @@ TEMPORARY = ".tmp"  # ending of files being written
 CHUNK = 1 << 20  # entries handled at once, so that checking or writing a huge index needs little memory
 
 
-class DataError(ValueError):
+class DataError(ReportedError, ValueError):
     """The data cannot be used as asked; the message is one line that names the file or sample and what was expected."""
 
 

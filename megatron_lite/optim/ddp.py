@@ -63,7 +63,8 @@ class GradientEngine:
         for chunk in chunks:
             self._adopt(chunk, bucket_size)
         self._uses = {p: chunk.uses(p) for chunk in chunks for p in chunk.parameters()}
-        self.tied = [p for p in self._uses if p.shard.name == "embed_tokens.weight"] if embedding_axis.size > 1 else []
+        tied = chunks[0].model.tied and embedding_axis.size > 1
+        self.tied = [p for p in self._uses if p.shard.name == "embed_tokens.weight"] if tied else []
 
     def _adopt(self, chunk: TransformerStage, bucket_size: int | None) -> None:
         """Move a chunk's parameters into flat buckets, keeping their values."""

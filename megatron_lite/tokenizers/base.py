@@ -3,8 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from megatron_lite.errors import ReportedError
 
-class TokenizerError(ValueError):
+
+class TokenizerError(ReportedError, ValueError):
     """A tokenizer cannot be built or cannot do what is asked; the message is one line that names the file or flag."""
 
 

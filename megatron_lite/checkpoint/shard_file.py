@@ -1,0 +1,202 @@
+"""One safetensors file, written and read block by block: never more than a few MB besides the caller's own tensors.
+
+The layout is the public one (8 bytes header length, JSON header, raw bytes), so that `safetensors` opens these files.
+It is written here because the library wants all tensors copied at once, and read here because the library maps whole
+files, which counts as memory of the process and turns a truncated file into a SIGBUS instead of an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_lite.checkpoint.agree import CheckpointError
+from megatron_lite.checkpoint.boxes import Piece, Span, fault_of, text
+from megatron_lite.checkpoint.manifest import DTYPES, Entry, Stored, Written
+
+BLOCK = 8 << 20  # bytes handled at a time: big enough for the disk, small enough for the cache and for memory
+
+
+def file_key(piece: Piece) -> str:
+    """The tensor's key where the piece is the full tensor, else the key and the block: `model/norm.weight[0:32]`."""
+    return piece.key if tuple(piece.length) == tuple(piece.full_shape) else piece.key + text(piece.offset, piece.length)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+
+
+def plan_file(pieces: Sequence[Piece]) -> tuple[dict[str, Piece], bytes]:
+    """(pieces by key in the file, in writing order; the file's first bytes). Raises CheckpointError for bad pieces."""
+    problems = [fault for fault in map(fault_of, pieces) if fault]
+    named: dict[str, Piece] = {}
+    # The widest dtypes first: each block then starts at a multiple of its item size, as other readers like it.
+    for piece in sorted(pieces, key=lambda p: -p.tensor.dtype.itemsize):
+        dtype = str(piece.tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            problems.append(f"tensor {piece.key}: dtype {dtype} cannot be stored")
+        if file_key(piece) in named:
+            problems.append(f"tensor {piece.key}: block {text(piece.offset, piece.length)} is given twice")
+        named[file_key(piece)] = piece
+    if problems:
+        raise CheckpointError("pieces that cannot be written", problems)
+    header, end = {}, 0
+    for key, piece in named.items():
+        start, end = end, end + piece.tensor.numel() * piece.tensor.dtype.itemsize
+        dtype = DTYPES[str(piece.tensor.dtype).removeprefix("torch.")]
+        header[key] = {"dtype": dtype, "shape": list(piece.length), "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    return named, len(raw).to_bytes(8, "little") + raw
+
+
+def write_shard(path: Path, pieces: Sequence[Piece]) -> list[Written]:
+    """Write the pieces to a new file and fsync it; what was written, with checksums. No file where there is nothing.
+
+    Raises CheckpointError for pieces that are no blocks of their tensors, OSError naming the file where writing fails.
+    """
+    # A block without elements of a tensor that has some is nothing to write; an empty tensor still keeps its name.
+    pieces = [p for p in pieces if math.prod(p.length) or not math.prod(p.full_shape)]
+    if not pieces:
+        return []
+    named, head = plan_file(pieces)
+    written = []
+    try:
+        with open(path, "wb", buffering=0) as file:
+            write_all(file.fileno(), memoryview(head))
+            for key, piece in named.items():
+                crc = write_tensor(file.fileno(), piece.tensor)
+                box = Stored(path.name, key, tuple(piece.offset), tuple(piece.length), crc)
+                dtype = str(piece.tensor.dtype).removeprefix("torch.")
+                written.append(Written(piece.key, tuple(piece.full_shape), dtype, box))
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return written
+
+
+def write_tensor(fd: int, tensor: torch.Tensor) -> int:
+    """Append a tensor's bytes to an open file; their crc32."""
+    raw = bytes_of(tensor.detach().to("cpu").contiguous())
+    crc = 0
+    for start in range(0, len(raw), BLOCK):
+        block = raw[start : start + BLOCK]
+        crc = zlib.crc32(block, crc)
+        write_all(fd, block)
+    return crc
+
+
+def write_all(fd: int, block: memoryview) -> None:
+    """os.write until all is written: a full disk shows as a short write first, as an error only at the next one."""
+    while block:
+        block = block[os.write(fd, block) :]
+
+
+class ShardReader:
+    """A file of a checkpoint, open for reading blocks of its tensors. Raises CheckpointError naming the file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self.fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
+        try:
+            self.entries, self.data = self.read_header()
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *_) -> None:
+        os.close(self.fd)
+
+    def read_header(self) -> tuple[dict, int]:
+        """(safetensors header, position of the first data byte)."""
+        size = os.fstat(self.fd).st_size
+        length = bytearray(8)
+        self.read_into(memoryview(length), 0)
+        count = int.from_bytes(length, "little")
+        if count > size - 8:
+            raise CheckpointError(f"{self.path} is not a safetensors file")
+        raw = bytearray(count)
+        self.read_into(memoryview(raw), 8)
+        try:
+            header = json.loads(raw)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path} is not a safetensors file: {error}") from error
+        return header, 8 + count
+
+    def read_into(self, target: memoryview, position: int) -> None:
+        """Fill `target` with the file's bytes from `position` on."""
+        while target:
+            try:
+                count = os.preadv(self.fd, [target], position)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
+            if count == 0:
+                raise CheckpointError(f"{self.path} is truncated")
+            target, position = target[count:], position + count
+
+    def position(self, box: Stored, dtype: str) -> int:
+        """The first byte of a block, after its dtype, shape and place were held against the manifest's."""
+        wanted = {"dtype": DTYPES[dtype], "shape": list(box.length)}
+        found = self.entries.get(box.key) if isinstance(self.entries, dict) else None
+        if found is None:
+            raise CheckpointError(f"{self.path} lacks {box.key}, which the manifest places there")
+        if {name: found.get(name) for name in wanted} != wanted:
+            raise CheckpointError(f"{self.path} holds {box.key} as {found}, the manifest says {wanted}")
+        start, end = found["data_offsets"]
+        if end - start != math.prod(box.length) * getattr(torch, dtype).itemsize or start < 0:
+            raise CheckpointError(f"{self.path} holds {box.key} in {end - start} bytes")
+        return self.data + start
+
+    def checksum(self, box: Stored, entry: Entry) -> int:
+        """crc32 of a block's bytes."""
+        position, left, crc = self.position(box, entry.dtype), entry.bytes_of(box), 0
+        buffer = memoryview(bytearray(min(BLOCK, left)))
+        while left:
+            block = buffer[: min(BLOCK, left)]
+            self.read_into(block, position)
+            crc = zlib.crc32(block, crc)
+            position, left = position + len(block), left - len(block)
+        return crc
+
+    def read_box(self, box: Stored, dtype: str, part: Span, target: torch.Tensor) -> None:
+        """Copy a part of the block (placed relative to it) into `target` of the part's shape, converting dtypes."""
+        offset, length = part
+        position = self.position(box, dtype)
+        kind = getattr(torch, dtype)
+        rows, target = box.length, target.detach()
+        if not rows:  # a scalar is one row of one element
+            rows, offset, length, target = (1,), (0,), (1,), target.reshape(1)
+        row = math.prod(rows[1:])
+        full_rows = tuple(length[1:]) == tuple(rows[1:])
+        start, count = position + offset[0] * row * kind.itemsize, length[0]
+        if full_rows and target.dtype == kind and target.device.type == "cpu" and target.is_contiguous():
+            self.read_into(bytes_of(target), start)
+            return
+        inner = tuple(slice(o, o + n) for o, n in zip(offset[1:], length[1:], strict=True))
+        for first, rows_here, block in self.row_blocks(start, count, row, kind):
+            target[first : first + rows_here].copy_(block.view(rows_here, *rows[1:])[(slice(None), *inner)])
+
+    def row_blocks(
+        self, start: int, count: int, row: int, kind: torch.dtype
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """`count` whole rows of `row` elements from byte `start` on, a few MB at once: (first row, rows, flat)."""
+        step = max(1, min(count, BLOCK // max(1, row * kind.itemsize)))
+        buffer = bytearray(step * row * kind.itemsize)
+        for first in range(0, count, step):
+            rows = min(step, count - first)
+            size = rows * row * kind.itemsize
+            self.read_into(memoryview(buffer)[:size], start + first * row * kind.itemsize)
+            yield first, rows, torch.frombuffer(buffer, dtype=kind, count=rows * row)

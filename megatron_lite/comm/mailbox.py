@@ -1,0 +1,115 @@
+"""Tagged messages between ranks of one host through shared memory: what pipeline stages on CPU talk over (comm/p2p.py).
+
+Each rank owns a memory with, for every receiver, a count of messages posted and a ring of entries, and one heap:
+
+    posted[receiver]      entries[receiver][k % ENTRIES] = tag, place in the heap, bytes, taken?      heap
+
+A sender copies its tensor into the heap, fills an entry, raises the count, and goes on: it never waits for the receiver,
+so no order of sends and receives can deadlock. The receiver finds the entry by its tag, copies the bytes out, and marks
+the entry taken; the sender then uses the place again. The heap is sparse: only what is in flight costs memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite.comm.shared import HEADER, group_timeout, map_everyone, wait_until
+
+ENTRIES = 1024  # messages to one receiver that may wait to be taken
+WORDS = 4
+TAG, PLACE, LENGTH, TAKEN = range(WORDS)
+HEAP_BYTES = 4 << 30
+PAGE = 4096
+
+
+class Mailbox:
+    """One rank's view of everyone's memory. Made by `connect`; one thread per process may use it."""
+
+    def __init__(self, rank: int, memories: list, pids: list[int], timeout: float):
+        self.rank, self.size, self.pids, self.timeout = rank, len(memories), pids, timeout
+        self.words = [memoryview(m).cast("Q") for m in memories]
+        self.heaps = [torch.frombuffer(m, dtype=torch.uint8, offset=_table_bytes(self.size)) for m in memories]
+        self.sent = [0] * self.size
+        self.seen = [0] * self.size
+        self.arrived: list[dict[int, deque]] = [defaultdict(deque) for _ in range(self.size)]
+        self.outstanding: list[tuple[int, int, int]] = []  # (word of the taken mark, place, room) of messages sent
+        self.free: dict[int, list[int]] = defaultdict(list)  # places in the heap by room
+        self.top = 0
+
+    @classmethod
+    def connect(cls, rank: int, size: int, group: dist.ProcessGroup) -> Mailbox | None:
+        """Collective over `group`; None on all ranks where shared memory does not work."""
+        everyone = tuple(range(size))
+        found = map_everyone(rank, [everyone], group, _table_bytes(size) + HEAP_BYTES)[everyone]
+        return found and cls(rank, *found, group_timeout(group))
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Copy a contiguous tensor into the mail for `peer`."""
+        data = tensor.view(-1).view(torch.uint8)
+        mine, at = self.words[self.rank], self._entry(peer, self.sent[peer])
+        if self.sent[peer] >= ENTRIES:
+            wait_until(lambda: mine[at + TAKEN] == 1, lambda: [peer], self.rank, self.pids, self.timeout)
+        place, room = self._room(data.numel())
+        self.heaps[self.rank][place : place + data.numel()].copy_(data)
+        mine[at + TAG], mine[at + PLACE], mine[at + LENGTH], mine[at + TAKEN] = tag, place, data.numel(), 0
+        self.sent[peer] += 1
+        mine[_posted(peer)] = self.sent[peer]
+        self.outstanding.append((at + TAKEN, place, room))
+
+    def _room(self, length: int) -> tuple[int, int]:
+        """A free (place, room) in my heap. The place freed last is used first: it may still be in the cache."""
+        self._reclaim()
+        room = -(-length // PAGE) * PAGE
+        if not self.free[room]:
+            if self.top + room > HEAP_BYTES:
+                raise MemoryError(f"{self.top + room} bytes of pipeline messages wait to be received")
+            self.top += room
+            return self.top - room, room
+        return self.free[room].pop(), room
+
+    def _reclaim(self) -> None:
+        mine, waiting = self.words[self.rank], []
+        for message in self.outstanding:
+            taken, place, room = message
+            if mine[taken]:
+                self.free[room].append(place)
+            else:
+                waiting.append(message)
+        self.outstanding = waiting
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Wait for the oldest message of `peer` with this tag and copy it into a contiguous tensor."""
+        if not self._has(peer, tag):
+            wait_until(lambda: self._has(peer, tag), lambda: [peer], self.rank, self.pids, self.timeout)
+        at = self.arrived[peer][tag].popleft()
+        theirs, data = self.words[peer], tensor.view(-1).view(torch.uint8)
+        place, length = theirs[at + PLACE], theirs[at + LENGTH]
+        if length != data.numel():
+            raise ValueError(f"rank {self.rank} awaits {data.numel()} bytes, rank {peer} sent {length} with tag {tag}")
+        data.copy_(self.heaps[peer][place : place + length])
+        theirs[at + TAKEN] = 1
+
+    def _has(self, peer: int, tag: int) -> bool:
+        """Note what `peer` has posted since the last look; is a message with this tag there?"""
+        theirs = self.words[peer]
+        for number in range(self.seen[peer], theirs[_posted(self.rank)]):
+            at = self._entry(self.rank, number)
+            self.arrived[peer][theirs[at + TAG]].append(at)
+            self.seen[peer] = number + 1
+        return bool(self.arrived[peer][tag])
+
+    def _entry(self, receiver: int, number: int) -> int:
+        """Word where entry `number` for a receiver starts, in its sender's memory."""
+        return (HEADER + PAGE * self.size) // 8 + (receiver * ENTRIES + number % ENTRIES) * WORDS
+
+
+def _posted(receiver: int) -> int:
+    """Word of the count of messages for a receiver; a page apart, so that no two receivers share a cache line."""
+    return (HEADER + PAGE * receiver) // 8
+
+
+def _table_bytes(size: int) -> int:
+    return HEADER + size * (PAGE + ENTRIES * WORDS * 8)

@@ -1,0 +1,108 @@
+"""The collectives over a gloo group, built from isend/irecv pairs: faster than gloo's own, summed in rank order.
+
+Every message is sent as bytes, so any dtype travels. Each collective takes its own tag, the same on all ranks since all
+start the same collectives in the same order. Same interface and bit-equal results as comm/exchanges.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite.comm.exchanges import combine
+
+FIRST_TAG = 1 << 30  # below: pipeline messages (comm/p2p.py), which may use the same group
+DIRECT_BYTES = 1 << 17  # up to here an all-reduce of many ranks sends all to all: one latency instead of two
+
+
+class Pending:
+    """Sends and receives in flight; `wait` finishes them, runs `then`, and returns `result`."""
+
+    def __init__(
+        self, works: list, keep: list[torch.Tensor], result: torch.Tensor, then: Callable[[], None] | None = None
+    ):
+        self.works, self.keep, self.result, self.then = works, keep, result, then
+
+    def wait(self) -> torch.Tensor:
+        works, self.works = self.works, []
+        for work in works:
+            work.wait()
+        self.keep = []
+        then, self.then = self.then, None
+        if then is not None:
+            then()
+        return self.result
+
+
+class Pairwise:
+    """The transport of one gloo group; `tags` is shared by everyone who uses the group."""
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup, tags: Iterator[int]):
+        self.rank, self.size, self.group, self.tags = rank, size, group, tags
+        self.peers = [(rank + step) % size for step in range(1, size)]  # everyone starts with another peer
+
+    def _exchange(
+        self, send: Callable, receive: Callable, result: torch.Tensor, then: Callable | None = None
+    ) -> Pending:
+        """send(peer) goes to, and receive(peer) is filled from, every peer. Both give flat tensors."""
+        tag = FIRST_TAG + next(self.tags) % FIRST_TAG
+        works, keep = [], []
+        for peer in self.peers:
+            place = receive(peer)
+            if place is not None and place.numel():
+                works.append(dist.irecv(place.view(torch.uint8), group=self.group, group_src=peer, tag=tag))
+        for peer in self.peers:
+            part = send(peer)
+            if part is not None and part.numel():
+                keep.append(part)
+                works.append(dist.isend(part.view(torch.uint8), group=self.group, group_dst=peer, tag=tag))
+        return Pending(works, keep, result, then)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Pending:
+        parts, flat = out.view(self.size, -1), x.view(-1)
+        if parts[self.rank].data_ptr() != x.data_ptr():
+            parts[self.rank].copy_(flat)
+        return self._exchange(lambda p: flat, lambda p: parts[p], out)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> Pending:
+        mine, flat = x.view(self.size, -1), out.view(-1)
+        return self._reduce_scatter(list(mine), flat, "sum", out)
+
+    def _reduce_scatter(self, parts: list[torch.Tensor], flat: torch.Tensor, op: str, result: torch.Tensor) -> Pending:
+        """flat = my part summed over ranks; parts[q] is what this rank adds to rank q's."""
+        arrived = [parts[r] if r == self.rank else torch.empty_like(parts[self.rank]) for r in range(self.size)]
+        return self._exchange(lambda p: parts[p], lambda p: arrived[p], result, lambda: combine(arrived, flat, op))
+
+    def all_reduce(self, out: torch.Tensor, x: torch.Tensor, op: str) -> Pending:
+        flat, target = x.view(-1), out.view(-1)
+        if self.size == 2 or flat.numel() * flat.element_size() <= DIRECT_BYTES:
+            arrived = [flat if r == self.rank else torch.empty_like(flat) for r in range(self.size)]
+            return self._exchange(lambda p: flat, lambda p: arrived[p], out, lambda: combine(arrived, target, op))
+        length = -(-flat.numel() // self.size)
+        parts = list(flat.split(length))
+        parts += [flat[:0]] * (self.size - len(parts))
+        sums = list(target.split(length))
+        sums += [target[:0]] * (self.size - len(sums))
+        first = self._reduce_scatter(parts, sums[self.rank], op, out)
+        reduce, gather_tag = first.then, iter([next(self.tags)])
+
+        def gather() -> None:
+            reduce()
+            Pairwise(self.rank, self.size, self.group, gather_tag)._exchange(
+                lambda p: sums[self.rank], lambda p: sums[p], out).wait()  # fmt: skip
+
+        first.then = gather
+        return first
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> Pending:
+        parts, places = x.view(self.size, -1), out.view(self.size, -1)
+        places[self.rank].copy_(parts[self.rank])
+        return self._exchange(lambda p: parts[p], lambda p: places[p], out)
+
+    def broadcast(self, x: torch.Tensor, src: int) -> Pending:
+        flat = x.view(-1)
+        if self.rank == src:
+            return self._exchange(lambda p: flat, lambda p: None, x)
+        return self._exchange(lambda p: None, lambda p: flat if p == src else None, x)

@@ -1,0 +1,162 @@
+"""Runs any list of pipeline actions. Knows no schedule by name, and is the only place that talks between stages.
+
+    F    take the input (tokens, a received activation, or one made by another chunk of this rank), run the chunk,
+         hand the output to the next stage
+    B    backward to the input with weight gradients queued; hand the input gradient to the previous stage
+    W    run the weight gradients that the matching B queued
+    BW   both at once
+
+Receives are posted AHEAD messages early and waited on just before use; every message is tagged (kind, chunk, microbatch),
+so early posting cannot swap them. Of an output only its gradient edge is kept: once sent, its storage is free while its
+graph lives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron_lite.comm.p2p import P2P
+from megatron_lite.models.transformer import TransformerStage
+from megatron_lite.parallel.wgrad import add_now
+from megatron_lite.rng import DropoutKey
+from megatron_lite.schedules.actions import Action, Message, Placement, received, sent
+
+AHEAD = 2  # receives posted before they are needed
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one microbatch brings to the first and last stage: tokens, labels [b, s], mask [b, s]; `key` None = no dropout."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    mask: torch.Tensor
+    key: DropoutKey | None = None
+
+
+@dataclass
+class Result:
+    """What a run of the list gave this rank. `loss` is the sum of token losses and `tokens` the count of unmasked
+    tokens, both fp64 scalars, zero on ranks without the last stage. Times in seconds."""
+
+    loss: torch.Tensor
+    tokens: torch.Tensor
+    peak_live: int = 0  # most forwards whose backward had not run yet
+    wait_seconds: float = 0.0  # in receives: the bubble, and the wires
+    total_seconds: float = 0.0
+
+
+@dataclass
+class _Run:
+    """State of one pass over the action list."""
+
+    microbatches: Sequence[Microbatch]
+    result: Result
+    receives: deque[Message]
+    posted: dict[Message, object] = field(default_factory=dict)
+    local: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)  # handed over between chunks of this rank
+    live: dict[tuple[int, int], tuple[torch.Tensor, GradientEdge]] = field(default_factory=dict)
+    queued: dict[tuple[int, int], list] = field(default_factory=dict)  # weight gradients between B and W
+
+
+class Executor:
+    """Executes action lists over this rank's chunks. `shape` and `dtype` are those of a stage's output."""
+
+    def __init__(self, chunks: list[TransformerStage], placement: Placement, rank: int, p2p: P2P | None,
+                 shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device):  # fmt: skip
+        self.chunks, self.placement, self.rank, self.p2p = chunks, placement, rank, p2p
+        self.shape, self.dtype, self.device = shape, dtype, device
+
+    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch]) -> Result:
+        """Forward and backward of a step; gradients land in the parameters' `main_grad`."""
+        started = time.perf_counter()
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        messages = (received(action, self.rank, self.placement) for action in actions)
+        run = _Run(microbatches, Result(zero, zero.clone()), deque(m for m in messages if m))
+        for action in actions:
+            self._post(run)
+            if action.kind == "F":
+                self._forward(action, run)
+            elif action.kind == "W":
+                self._weight_grads(action, run)
+            else:
+                self._backward(action, run)
+            if self.p2p is not None:
+                self.p2p.sweep()
+        if self.p2p is not None:
+            self.p2p.flush()
+        run.result.total_seconds = time.perf_counter() - started
+        return run.result
+
+    @torch.no_grad()
+    def evaluate(self, actions: Sequence[Action], microbatches: Sequence[Microbatch]) -> Result:
+        """The forwards of the list alone, without graphs."""
+        return self.run([action for action in actions if action.kind == "F"], microbatches)
+
+    def _forward(self, action: Action, run: _Run) -> None:
+        chunk, batch = self.chunks[action.chunk], run.microbatches[action.microbatch]
+        x = batch.tokens if chunk.first else self._take("activation", action, run)
+        if not chunk.first and torch.is_grad_enabled():
+            x.requires_grad_()
+        out = chunk(x, batch.labels, batch.mask, batch.key)
+        if torch.is_grad_enabled():
+            run.live[action.chunk, action.microbatch] = (x, get_gradient_edge(out))
+            run.result.peak_live = max(run.result.peak_live, len(run.live))
+        if chunk.last:
+            run.result.loss += out.detach()
+            run.result.tokens += batch.mask.sum(dtype=torch.float64)
+        else:
+            self._give("activation", action, out.detach(), run)
+
+    def _backward(self, action: Action, run: _Run) -> None:
+        """B or BW. The last stage starts from dloss = 1: the division by the token count comes at the end of the step."""
+        chunk = self.chunks[action.chunk]
+        x, edge = run.live.pop((action.chunk, action.microbatch))
+        if chunk.last:
+            grad = torch.ones((), dtype=run.result.loss.dtype if self.dtype == torch.float64 else torch.float32, device=self.device)
+        else:
+            grad = self._take("gradient", action, run)
+        chunk.wgrad_queue.deferring = action.kind == "B"
+        torch.autograd.backward(edge, grad)
+        chunk.wgrad_queue.deferring = False
+        if action.kind == "B":
+            run.queued[action.chunk, action.microbatch] = chunk.wgrad_queue.take()
+        if not chunk.first:
+            self._give("gradient", action, x.grad, run)
+
+    def _weight_grads(self, action: Action, run: _Run) -> None:
+        for param, add in run.queued.pop((action.chunk, action.microbatch)):
+            add_now(param, add)
+
+    def _post(self, run: _Run) -> None:
+        """Keep AHEAD receives posted, in the order in which they will be needed."""
+        while run.receives and len(run.posted) < AHEAD:
+            message = run.receives.popleft()
+            run.posted[message] = self.p2p.irecv(
+                self.shape, self.dtype, message.source.rank, message.kind, message.target.chunk, message.microbatch)
+
+    def _take(self, kind: str, action: Action, run: _Run) -> torch.Tensor:
+        """The activation or gradient that `action` needs."""
+        message = received(action, self.rank, self.placement)
+        if message is None:
+            return run.local.pop((kind, action.chunk, action.microbatch))
+        self._post(run)
+        started = time.perf_counter()
+        tensor = run.posted.pop(message).wait()
+        run.result.wait_seconds += time.perf_counter() - started
+        return tensor
+
+    def _give(self, kind: str, action: Action, tensor: torch.Tensor, run: _Run) -> None:
+        """Hand the result of `action` on: to another rank, or to another chunk of this one."""
+        message = sent(action, self.rank, self.placement)
+        if message is None:
+            neighbour = self.placement.next if kind == "activation" else self.placement.previous
+            run.local[kind, neighbour(self.rank, action.chunk).chunk, action.microbatch] = tensor
+        else:
+            self.p2p.send(tensor, message.target.rank, kind, message.target.chunk, action.microbatch)

@@ -1,0 +1,144 @@
+"""Bytes one rank needs: parameters and their training state exactly, activations by formula.
+
+State per parameter held by the rank, in bytes (ZeRO stage 0):
+
+            weight  gradient sum  fp32 master  Adam moments   together
+    bf16       2          4            4             8            18
+    fp32       4          4            -             8            16
+    fp64       8          8            -            16            32         (SGD keeps one moment instead of two)
+
+Activations per layer and microbatch, e bytes per element, s tokens, b samples, h hidden, a heads of size d, k key/value
+heads, f MLP width. What backward needs is kept: inputs of norms and linears, Q K V and attention's output, the MLP's
+intermediate values. /t: cut over tp.
+
+    held by every tp rank       e s b 4h + norm statistics + s b 2h dropout masks; all over t with sequence parallelism
+    cut over tp                 e s b (3ad + 2kd + 2f) / t: fused QKV, scaled Q, attention's output, both sides of GELU
+                                with RoPE kd more, the turned K; with SwiGLU 3f: gate, up, product
+    attention, cut over tp      flash: log-sum-exp, 4 a s b / t
+                                block-causal (CPU, and wherever attention has dropout): the lower half of the s x s
+                                probabilities up to 2048 tokens, and of the dropout factors, e each
+
+At e = 2, f = 4h, GELU and dropout these are the formulas of Korthikanti et al. 2022 with flash attention, s b h 34 for
+one rank, s b h (10 + 24 / t) with tp, s b h 34 / t with sequence parallelism, and 2 s b h / t more for the scaled Q.
+First stage: the mask of the embedding's dropout. Last stage: inputs of the final norm and of the output layer, and the
+logits (their gradient takes their place). All of it times the microbatches that the schedule keeps alive on that stage.
+Left out: work space within one operation.
+"""
+
+from dataclasses import dataclass
+
+from megatron_lite.config import Config
+from megatron_lite.planner.params import rank_parameters, stage_layers
+from megatron_lite.schedules import build_schedule
+from megatron_lite.schedules.check import peak_live
+
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+EXACT_BYTES = {"bfloat16": 4, "float32": 4, "float64": 8}  # gradient sums, master weights, each moment
+MASK_BYTES = 1  # of a dropout mask
+BLOCK_ROWS = {"bfloat16": 128, "float32": 64, "float64": 64}  # block-causal attention, see models/attention.py
+KEEP_PROBABILITIES_UP_TO = 2048  # tokens, likewise
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One pipeline stage: what each of its tp ranks holds. Sizes in bytes."""
+
+    stage: int
+    layers: range
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    live_microbatches: float
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def state_bytes(config: Config) -> tuple[int, int, int]:
+    """(weight, gradient sum, optimizer) bytes per parameter held by a rank."""
+    dtype = config.precision.dtype_name
+    exact = EXACT_BYTES[dtype]
+    moments = 2 if config.optimizer.optimizer == "adam" else 1
+    master = exact if config.precision.bf16 else 0
+    return ELEMENT_BYTES[dtype], exact, master + moments * exact
+
+
+def attention_core(config: Config) -> str:
+    """The form of attention that a GPU run takes (`models/attention.py`): dropout rules the flash kernel out."""
+    return "block" if config.model.attention_dropout or config.parallel.distributed_backend == "gloo" else "flash"
+
+
+def layer_activation_bytes(config: Config, core: str | None = None) -> int:
+    """Bytes that one transformer layer keeps of one microbatch for its backward, on one tp rank."""
+    model, tp = config.model, config.parallel.tp
+    tokens = model.seq_length * config.train.micro_batch_size
+    e = ELEMENT_BYTES[config.precision.dtype_name]
+    whole = tokens * (e * 4 * model.hidden_size + 2 * _norm_bytes(config))
+    if model.hidden_dropout:
+        whole += tokens * 2 * model.hidden_size * MASK_BYTES
+    if config.parallel.sequence_parallel:
+        whole //= tp
+    heads, kv_heads = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
+    fused = heads + 2 * kv_heads  # V is a view of the fused QKV, which stays alive whole
+    turned = heads + kv_heads if model.position_embedding_type == "rope" else heads  # scaled and turned copies of Q, K
+    attention = (fused + turned + heads) * model.head_dim
+    kept = e * (attention + (3 if model.swiglu else 2) * model.ffn_hidden_size // tp)
+    if model.qk_layernorm:
+        kept += _norm_bytes(config) * (heads + kv_heads)
+        kept += e * kv_heads * model.head_dim if model.position_embedding_type != "rope" else 0
+    return whole + tokens * (kept + heads * _attention_bytes(config, core or attention_core(config)))
+
+
+def _norm_bytes(config: Config) -> int:
+    """Statistics a norm keeps per token: 1/rms, and LayerNorm its mean."""
+    exact = 8 if config.precision.fp64 else 4
+    return exact * (2 if config.model.normalization == "LayerNorm" else 1)
+
+
+def _attention_bytes(config: Config, core: str) -> int:
+    """What attention keeps per head and query beside Q, K, V and its output."""
+    if core == "flash":
+        return 4
+    e, length = ELEMENT_BYTES[config.precision.dtype_name], config.model.seq_length
+    block = min(BLOCK_ROWS[config.precision.dtype_name], length)
+    copies = int(length <= KEEP_PROBABILITIES_UP_TO) + int(config.model.attention_dropout > 0)
+    return copies * e * (length + block) // 2
+
+
+def end_activation_bytes(config: Config, stage: int) -> int:
+    """Bytes of one microbatch that the first stage (embedding) and the last (norm, head) keep beside their layers."""
+    model, parallel = config.model, config.parallel
+    tokens = model.seq_length * config.train.micro_batch_size
+    local_tokens = tokens // parallel.tp if parallel.sequence_parallel else tokens
+    e = ELEMENT_BYTES[config.precision.dtype_name]
+    size = 0
+    if stage == 0 and model.hidden_dropout:
+        size += local_tokens * model.hidden_size * MASK_BYTES
+    if stage == parallel.pp - 1:
+        size += local_tokens * (2 * e * model.hidden_size + _norm_bytes(config))
+        size += tokens * e * config.padded_vocab_size // parallel.tp
+    return size
+
+
+def live_microbatches(config: Config) -> list[float]:
+    """Per stage, the most microbatches whose activations are alive at once: counted in the schedule itself."""
+    schedule = build_schedule(config.parallel.pipeline_schedule, config.parallel.pp, 1, config.num_microbatches)
+    return [peak_live(actions, 1) for actions in schedule]
+
+
+def stage_memory(config: Config, core: str | None = None) -> list[StageMemory]:
+    """The memory of every pipeline stage, first to last."""
+    weight, gradient, optimizer = state_bytes(config)
+    plan = []
+    for stage, (layers, live) in enumerate(zip(stage_layers(config), live_microbatches(config), strict=True)):
+        count = rank_parameters(config, stage)
+        kept = len(layers) * layer_activation_bytes(config, core) + end_activation_bytes(config, stage)
+        plan.append(
+            StageMemory(
+                stage, layers, count, weight * count, gradient * count, optimizer * count, int(live * kept), live
+            )
+        )
+    return plan

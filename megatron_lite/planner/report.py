@@ -1,0 +1,142 @@
+"""What `--dry-run` prints: grid, stages, schedule, memory and work of a run, from its settings alone."""
+
+from megatron_lite.config import Config
+from megatron_lite.grid import Grid
+from megatron_lite.planner.flops import flops_per_iteration, flops_per_token, tokens_per_iteration
+from megatron_lite.planner.memory import StageMemory, attention_core, stage_memory, state_bytes
+from megatron_lite.planner.params import count_parameters
+from megatron_lite.schedules import build_schedule, schedule_placement
+from megatron_lite.schedules.draw import draw
+from megatron_lite.schedules.simulate import simulate
+
+WIDTH = 100  # columns
+DRAWN_RANKS, DRAWN_MICROBATCHES = 16, 8  # a larger schedule is pictured with fewer microbatches
+ALIKE = 3  # so many middle stages that differ in nothing are printed as one row
+
+
+def dry_run_report(config: Config, grid: Grid) -> str:
+    """The whole report, at most 100 columns wide except for the drawing of a very large grid."""
+    parts = [draw_grid(grid), stage_table(config), schedule_picture(config), work(config, grid)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def draw_grid(grid: Grid) -> str:
+    """The grid's own drawing; of a grid too wide for the page only its sizes."""
+    text = grid.draw()
+    return text if max(map(len, text.splitlines())) <= WIDTH and len(text.splitlines()) <= 40 else text.splitlines()[0]
+
+
+def stage_table(config: Config) -> str:
+    """Layers, parameters and bytes per rank, a row per pipeline stage."""
+    plan = stage_memory(config)
+    head = ("stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "total")
+    rows = [head, *_rows(plan)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = [_stage_title(config, plan)]
+    for row in rows:
+        lines.append("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    lines.append(f"  {_state_legend(config)}")
+    core = {"flash": "flash attention", "block": "block-causal attention"}[attention_core(config)]
+    lines.append(f"  activations: {core}, no recomputation, as many microbatches as the schedule keeps alive")
+    return "\n".join(lines)
+
+
+def schedule_picture(config: Config) -> str:
+    """The pipeline's timeline; empty without a pipeline. Of many microbatches only the first few are pictured."""
+    parallel, total = config.parallel, config.num_microbatches
+    if parallel.pp == 1:
+        return ""
+    name, placement = parallel.pipeline_schedule, schedule_placement(parallel.pipeline_schedule, parallel.pp, 1)
+    timeline = simulate(build_schedule(name, parallel.pp, 1, total), placement)
+    bubble = f"{100 * timeline.sync_fraction:.1f}% of the step"
+    if parallel.pp > DRAWN_RANKS:
+        return f"schedule {name}: {parallel.pp} ranks, {total} microbatches; bubble {bubble}"
+    shown = min(total, max(DRAWN_MICROBATCHES, parallel.pp))
+    if shown == total:
+        return draw(timeline, f"schedule {name}", width=WIDTH)
+    few = simulate(build_schedule(name, parallel.pp, 1, shown), placement)
+    note = f"the run has {total} microbatches, of which the picture shows {shown}: its bubble is {bubble}"
+    return draw(few, f"schedule {name}", width=WIDTH) + f"\n  {note}"
+
+
+def work(config: Config, grid: Grid) -> str:
+    """Tokens and floating-point operations of a step, and of the run where its length is known."""
+    train = config.train
+    tokens, flops = tokens_per_iteration(config), flops_per_iteration(config)
+    batch = f"{config.num_microbatches} microbatches x {train.micro_batch_size} samples x dp {grid.dp}"
+    per = {"step": flops, "rank": flops / grid.world_size, "token": flops_per_token(config)}
+    shares = ", ".join(f"{count(number)}FLOP per {what}" for what, number in per.items())
+    lines = [
+        f"step: {batch} = {train.global_batch_size} samples = {tokens:,} tokens",
+        f"  {shares}",
+        "  (model FLOPs: matrix products of forward and backward, causal attention halved)",
+    ]
+    if train.train_iters:
+        total = train.train_iters
+        lines.append(f"run: {total:,} steps = {total * tokens:,} tokens, {count(total * flops)}FLOP")
+    return "\n".join(lines)
+
+
+def size(number: float) -> str:
+    """Bytes in readable units of 1024: 1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def count(number: float) -> str:
+    """A count in readable units of 1000: 6738415616 -> '6.74 G' (the unit's letter last, to go before another word)."""
+    for unit in ("", "K", "M", "G", "T", "P", "E", "Z"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} Y"
+
+
+def _stage_title(config: Config, plan: list[StageMemory]) -> str:
+    total, held = count_parameters(config), config.parallel.tp * sum(stage.parameters for stage in plan)
+    largest = max(plan, key=lambda stage: stage.total)
+    title = f"model: {total:,} parameters"
+    if held != total:
+        title += f"; with padding and copies {held:,} on {config.parallel.tp * config.parallel.pp} rank(s)"
+    return f"{title}\nlargest rank: {size(largest.total)} on stage {largest.stage}"
+
+
+def _state_legend(config: Config) -> str:
+    weight, gradient, optimizer = state_bytes(config)
+    together = f"{weight} + {gradient} + {optimizer} = {weight + gradient + optimizer} bytes per parameter"
+    return f"each row is one rank of the stage; {config.precision.dtype_name}: {together}"
+
+
+def _rows(plan: list[StageMemory]) -> list[tuple[str, ...]]:
+    """Table rows; runs of stages that differ only in which layers they hold are folded into first ... last."""
+    rows, index = [], 0
+    while index < len(plan):
+        end = index
+        while end + 1 < len(plan) and _alike(plan[end + 1], plan[index]):
+            end += 1
+        if end - index + 1 >= ALIKE:
+            rows.append(_row(plan[index], plan[end]))
+        else:
+            rows.extend(_row(stage, stage) for stage in plan[index : end + 1])
+        index = end + 1
+    return rows
+
+
+def _alike(one: StageMemory, other: StageMemory) -> bool:
+    return (one.parameters, one.activations, len(one.layers)) == (
+        other.parameters,
+        other.activations,
+        len(other.layers),
+    )
+
+
+def _row(first: StageMemory, last: StageMemory) -> tuple[str, ...]:
+    stages = f"{first.stage}" if first is last else f"{first.stage}..{last.stage}"
+    layers = f"{first.layers[0]}..{last.layers[-1]}" + (
+        f" ({len(first.layers)})" if first is last else f" ({len(first.layers)} each)"
+    )
+    amounts = (first.weights, first.gradients, first.optimizer, first.activations, first.total)
+    return (stages, layers, f"{first.parameters:,}", *map(size, amounts))

@@ -1,0 +1,218 @@
+"""What `validate` is made of: the shape of a problem, and the rules that need no arithmetic between sizes.
+
+Most of them are tables: ranges, flags that exclude each other, flags that have no effect. To add a rule, add a row.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+BYTE_VOCABULARY = 257  # ByteTokenizer: 256 bytes and the end of document
+FARTHEST = 100_000  # how far a suggestion is looked for
+FROM_FILES = ("HuggingFaceTokenizer", "SentencePieceTokenizer")
+
+AT_LEAST_ONE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
+    "max_position_embeddings rope_original_max_position make_vocab_size_divisible_by tensor_model_parallel_size "
+    "pipeline_model_parallel_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers ddp_bucket_size "
+    "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
+    "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
+    "log_interval"
+).split()
+AT_LEAST_ZERO = (
+    "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed".split()
+)
+ABOVE_ZERO = (
+    "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
+    "norm_epsilon init_method_std adam_eps distributed_timeout_minutes exit_duration_in_mins peak_tflops"
+).split()
+SHARES = (
+    "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
+)
+
+# Flags that exclude each other, and what each of them means.
+CONFLICTS = (
+    ("bf16", "fp64", "a run has one precision"),
+    ("train_iters", "train_samples", "both set the length of the run"),
+    ("lr_decay_iters", "lr_decay_samples", "both set the length of the decay"),
+    ("lr_warmup_iters", "lr_warmup_samples", "both set the length of the warm-up"),
+    ("lr_warmup_fraction", "lr_warmup_iters", "both set the length of the warm-up"),
+    ("lr_warmup_fraction", "lr_warmup_samples", "both set the length of the warm-up"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "both set the length of the final decay"),
+    ("mock_data", "data_path", "the tokens are made up or read, not both"),
+    ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "both stretch the positions"),
+    ("finetune", "no_load_optim", "one starts at iteration 0, the other keeps the iteration"),
+)
+
+Values = (
+    SimpleNamespace  # every setting by its field name, plus `world` (ranks) and `dp` (None where it does not come out)
+)
+
+# Flags that do nothing: (flags, when, why and what would give them an effect).
+INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
+    ("sequence_parallel", lambda s: s.tensor_model_parallel_size == 1, "needs --tensor-model-parallel-size above 1"),
+    ("pipeline_schedule decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
+     lambda s: s.pipeline_model_parallel_size == 1, "needs --pipeline-model-parallel-size above 1"),
+    ("no_overlap_grad_reduce", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
+    ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
+     lambda s: s.position_embedding_type != "rope", "needs --position-embedding-type rope"),
+    ("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position",
+     lambda s: not s.use_rope_scaling, "needs --use-rope-scaling"),
+    ("max_position_embeddings", lambda s: s.position_embedding_type == "none", "there are no positions to limit"),
+    ("num_query_groups", lambda s: not s.group_query_attention, "needs --group-query-attention"),
+    ("openai_gelu", lambda s: s.swiglu, "the MLP's activation is SwiGLU's, not GELU"),
+    ("add_qkv_bias", lambda s: not s.disable_bias_linear, "every linear has a bias without --disable-bias-linear"),
+    ("sgd_momentum", lambda s: s.optimizer != "sgd", "needs --optimizer sgd"),
+    ("adam_beta1 adam_beta2 adam_eps", lambda s: s.optimizer != "adam", "needs --optimizer adam"),
+    ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
+     lambda s: s.lr_decay_style != "WSD", "needs --lr-decay-style WSD"),
+    ("min_lr", lambda s: s.lr_decay_style == "constant", "the rate never decays with --lr-decay-style constant"),
+    ("lr_decay_iters lr_decay_samples",
+     lambda s: s.lr_decay_style in ("constant", "inverse-square-root") and s.lr_warmup_fraction is None,
+     "that --lr-decay-style has no end"),
+    ("lr_warmup_init", lambda s: not (s.lr_warmup_iters or s.lr_warmup_samples or s.lr_warmup_fraction),
+     "needs a warm-up: --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction"),
+    ("eval_iters", lambda s: s.eval_interval is None, "needs --eval-interval"),
+    ("split", lambda s: s.mock_data, "made-up tokens are not split"),
+    ("tokenizer_model", lambda s: s.tokenizer_type not in FROM_FILES,
+     f"needs --tokenizer-type {' or '.join(FROM_FILES)}"),
+    ("save_interval no_save_optim", lambda s: s.save is None, "needs --save"),
+    ("no_load_optim finetune", lambda s: s.load is None, "needs --load"),
+    ("wandb_exp_name wandb_entity wandb_save_dir", lambda s: s.wandb_project is None, "needs --wandb-project"),
+    ("world_size", lambda s: not s.dry_run, "needs --dry-run; a run's world size is the launcher's"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that keeps a run from starting: the flags (with their values), what is wrong, and what would work."""
+
+    flags: tuple[str, ...]
+    message: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(self.flags) + ": " + self.message + (f"; {self.fix}" if self.fix else "")
+
+
+def flag_name(field_name: str) -> str:
+    """num_layers -> --num-layers"""
+    return "--" + field_name.replace("_", "-")
+
+
+def nearest(value: int, works: Callable[[int], bool], low: int = 1) -> list[int]:
+    """The closest numbers below and above `value` that work, the closer first; none where there is none near."""
+    reach = range(1, min(4 * abs(value) + 130, FARTHEST))
+    below = next((value - d for d in reach if value - d >= low and works(value - d)), None)
+    above = next((value + d for d in reach if value + d >= low and works(value + d)), None)
+    return sorted((n for n in (below, above) if n is not None), key=lambda n: abs(n - value))
+
+
+def about(s: Values, names: str, message: str, fix: str = "") -> Problem:
+    """A problem of the settings in `names`, each shown with its value (switches without)."""
+    shown = []
+    for name in names.split():
+        value = getattr(s, name)
+        if name == "world":
+            shown.append(f"world size {value}")
+        elif value is None or value is True:
+            shown.append(flag_name(name))
+        else:
+            shown.append(f"{flag_name(name)} {' '.join(value) if isinstance(value, tuple) else value}")
+    return Problem(tuple(shown), message, fix)
+
+
+def nearest_values(**choices: list[int]) -> str:
+    """`nearest values that work: --num-layers 4 or 8, --x 2`, from {field: numbers}."""
+    texts = [f"{'world size' if name == 'world' else flag_name(name)} {' or '.join(map(str, numbers))}"
+             for name, numbers in choices.items() if numbers]  # fmt: skip
+    return f"nearest values that work: {', '.join(texts)}" if texts else ""
+
+
+def have(*values: Any) -> bool:
+    return all(value is not None for value in values)
+
+
+def missing(s: Values) -> Iterator[Problem]:
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        if getattr(s, name) is None:
+            yield about(s, name, "is missing", "give it, or take sizes from a --model preset")
+    if s.micro_batch_size is None:
+        yield about(s, "micro_batch_size", "is missing", "give the samples per forward pass, for example 1")
+    if s.group_query_attention and s.num_query_groups is None:
+        yield about(
+            s,
+            "num_query_groups",
+            "is missing, --group-query-attention needs it",
+            "give a divisor of --num-attention-heads",
+        )
+    if s.vocab_size is None and s.tokenizer_type not in (*FROM_FILES, "ByteTokenizer"):
+        yield about(
+            s, "vocab_size", "is missing", "give it, or a --tokenizer-type that knows its own (not NullTokenizer)"
+        )
+    if s.tokenizer_type in FROM_FILES and s.tokenizer_model is None:
+        yield about(s, "tokenizer_type", "reads files, none is named", "add --tokenizer-model")
+    if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None and s.lr_wsd_decay_samples is None:
+        yield about(s, "lr_decay_style", "the length of the final decay is missing", "add --lr-wsd-decay-iters")
+    if s.eod_mask_loss and s.tokenizer_type is None:
+        yield about(s, "eod_mask_loss", "which token ends a document is unknown", "add --tokenizer-type")
+    if s.dry_run:
+        return
+    if s.lr is None:
+        yield about(s, "lr", "is missing", "give the peak learning rate, for example 3e-4")
+    if s.train_iters is None and s.train_samples is None:
+        yield about(s, "train_iters", "is missing", "give --train-iters or --train-samples")
+    if s.data_path is None and not s.mock_data:
+        yield about(s, "data_path", "is missing", "give the prefix of a .bin/.idx pair, or --mock-data")
+
+
+def ranges(s: Values) -> Iterator[Problem]:
+    """Values out of range; each is then set to None, which the rules after this one take as absent."""
+    for name, value in list(vars(s).items()):
+        problem = _out_of_range(s, name, value)
+        if problem:
+            yield problem
+            setattr(s, name, None)
+
+
+def _out_of_range(s: Values, name: str, value: Any) -> Problem | None:
+    if isinstance(value, str) and not value.strip():
+        return about(s, name, "is empty", "leave it out, or give a value")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return about(s, name, "is not a finite number", "leave it out, or give a finite one")
+    if name in AT_LEAST_ONE and value < 1:
+        small = name == "ffn_hidden_size" and (s.hidden_size or 0) > 0
+        fix = (
+            "with --swiglu 64 is the smallest default, give a value"
+            if small and value == 0
+            else "nearest value that works: 1"
+        )
+        return about(s, name, "must be at least 1", fix)
+    if name in AT_LEAST_ZERO and value < 0:
+        return about(s, name, "must not be negative", "nearest value that works: 0")
+    if name in ABOVE_ZERO and value <= 0:
+        return about(s, name, "must be above 0", "leave it out for the default, or give a positive number")
+    if name in SHARES and not 0 <= value < 1:
+        return about(s, name, "must lie in [0, 1)", f"nearest value that works: {0 if value < 0 else 0.99}")
+    if name == "rotary_percent" and not 0 < value <= 1:
+        return about(
+            s, name, "must lie in (0, 1]", "nearest value that works: 1.0" if value > 1 else "for example 0.5 or 1.0"
+        )
+    return None
+
+
+def conflicts(s: Values, given: frozenset[str]) -> Iterator[Problem]:
+    for one, other, why in CONFLICTS:
+        if one in given and other in given:
+            yield about(s, f"{one} {other}", f"contradict each other: {why}", "drop one of them")
+
+
+def inert(s: Values, given: frozenset[str]) -> Iterator[Problem]:
+    for names, without_effect, why in INERT:
+        for name in names.split():
+            if name in given and without_effect(s):
+                yield about(s, name, f"has no effect: {why}", "drop it")

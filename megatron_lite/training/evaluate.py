@@ -1,0 +1,26 @@
+"""Validation loss: the mean over all unmasked tokens of the same first samples of the validation split, every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_lite.comm import collectives as comm
+from megatron_lite.data.loader import BatchLoader
+from megatron_lite.training.setup import Trainer
+from megatron_lite.training.step import total, with_keys
+
+
+def evaluate(trainer: Trainer, make_loader: Callable[[], BatchLoader], batches: int) -> float:
+    """Mean loss over `batches` global batches, on every rank. Training state and data position are not touched."""
+    loss, tokens = 0.0, 0
+    loader = make_loader()  # starts at sample 0, so that every evaluation scores the same text
+    try:
+        for _ in range(batches):
+            microbatches = with_keys(loader.next_step(), trainer.mesh, trainer.config.train.seed, None)
+            result = trainer.executor.evaluate(trainer.actions, microbatches)
+            batch_loss, batch_tokens = total(result, trainer.mesh)
+            loss, tokens = loss + float(batch_loss), tokens + int(batch_tokens)
+    finally:
+        loader.close()
+        comm.barrier(trainer.mesh.world)
+    return loss / tokens

@@ -1,0 +1,72 @@
+"""Everything a run is made of, built once from its configuration and handed on as one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lite.comm.mesh import Mesh
+from megatron_lite.comm.p2p import P2P
+from megatron_lite.config import Config
+from megatron_lite.grid import Grid
+from megatron_lite.models.transformer import TransformerStage
+from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.ddp import GradientEngine
+from megatron_lite.pipeline.executor import Executor
+from megatron_lite.pipeline.stage import build_chunks
+from megatron_lite.schedules import build_schedule, schedule_placement
+from megatron_lite.schedules.actions import Action
+
+
+@dataclass
+class Trainer:
+    """One rank's share of a run: model chunks, gradient engine, optimizer, pipeline executor and its action list."""
+
+    config: Config
+    mesh: Mesh
+    chunks: list[TransformerStage]
+    engine: GradientEngine
+    optimizer: Optimizer
+    executor: Executor
+    actions: list[Action]
+
+    @property
+    def num_microbatches(self) -> int:
+        return num_microbatches(self.config, self.mesh.dp.size)
+
+
+def grid_of(config: Config, world_size: int) -> Grid:
+    """The grid that the configuration makes of `world_size` ranks; what tp and pp leave is dp."""
+    parallel = config.parallel
+    return Grid(tp=parallel.tp, pp=parallel.pp, dp=world_size // (parallel.tp * parallel.pp))
+
+
+def num_microbatches(config: Config, dp: int) -> int:
+    return config.train.global_batch_size // (config.train.micro_batch_size * dp)
+
+
+def build_trainer(config: Config, mesh: Mesh) -> Trainer:
+    """Model with its initial weights, buffers, optimizer and executor of this rank."""
+    model, train, name = config.model, config.train, config.parallel.pipeline_schedule
+    placement = schedule_placement(name, mesh.pp.size, 1)
+    chunks = [chunk.initialise(train.seed) for chunk in build_chunks(config, mesh, placement)]
+    engine = GradientEngine(chunks, mesh.dp_cp, mesh.tp, mesh.embedding, not config.parallel.no_overlap_grad_reduce,
+                            config.parallel.ddp_bucket_size)  # fmt: skip
+    optimizer = Optimizer(engine.buckets, config.optimizer)
+    tp = chunks[0].tp
+    length = model.seq_length // (mesh.tp.size if tp.sequence_parallel else 1)
+    p2p = P2P(mesh.pp, mesh.device) if mesh.pp.size > 1 else None
+    executor = Executor(chunks, placement, mesh.pp.rank, p2p, (length, train.micro_batch_size, model.hidden_size),
+                        tp.dtype, mesh.device)  # fmt: skip
+    schedule = build_schedule(name, mesh.pp.size, placement.num_chunks, num_microbatches(config, mesh.dp.size))
+    return Trainer(config, mesh, chunks, engine, optimizer, executor, schedule[mesh.pp.rank])
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """(in use, peak) bytes of this process: torch's allocator on CUDA, resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    with open("/proc/self/status", encoding="ascii") as status:
+        fields = {line.split(":")[0]: line.split()[1] for line in status if line.startswith("Vm")}
+    return int(fields["VmRSS"]) * 1024, int(fields["VmHWM"]) * 1024

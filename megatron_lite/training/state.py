@@ -1,0 +1,85 @@
+"""What a checkpoint holds of a trainer, and how it comes back at any layout.
+
+    model/<name>               fp32 master weights (the weights themselves in fp32 and fp64), canonical names
+    optim/exp_avg/<name> ...   moments, in parameter space under the same names
+    meta                       configuration, layout, iteration, consumed samples, optimizer steps, versions
+
+Dropout and data order are functions of seed and position (rng.py, data/samples.py), so there is no generator to store.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import megatron_lite
+from megatron_lite.checkpoint.boxes import Piece, Request, box_pieces, box_requests
+from megatron_lite.checkpoint.folder import decide
+from megatron_lite.checkpoint.load import load_checkpoint
+from megatron_lite.checkpoint.save import save_checkpoint
+from megatron_lite.parallel.shard import Shard
+from megatron_lite.training.setup import Trainer
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: finished iterations, consumed training samples, W&B run to continue."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    wandb_id: str | None = None
+
+
+def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+    """(prefix, shard record, tensor of the local parameter's shape) of all that training changes."""
+    for state in trainer.optimizer.states:
+        parts = {"model": state.master}
+        if optim:
+            parts |= {f"optim/{name}": moment for name, moment in state.moments.items()}
+        for slot, param in zip(state.bucket.layout.slots, state.bucket.params, strict=True):
+            for prefix, flat in parts.items():
+                yield prefix, param.shard, flat[slot.start : slot.start + slot.numel].view(param.shape)
+
+
+def save(trainer: Trainer, progress: Progress) -> Path:
+    """Write a checkpoint and make it the latest. Collective. The folder."""
+    config, mesh = trainer.config, trainer.mesh
+    pieces: list[Piece] = []
+    # Replicas hold the same bits: parameter n is written by data-parallel rank n modulo dp.
+    for n, (prefix, shard, tensor) in enumerate(tensors(trainer, not config.checkpoint.no_save_optim)):
+        if n % mesh.dp_cp.size == mesh.dp_cp.rank:
+            pieces += box_pieces(prefix, shard, tensor)
+    meta = {
+        "config": config.as_dict(),
+        "layout": {axis: getattr(mesh.grid, axis) for axis in ("tp", "cp", "ep", "dp", "pp")},
+        "iteration": progress.iteration,
+        "consumed_samples": progress.consumed_samples,
+        "optimizer_steps": trainer.optimizer.steps,
+        "wandb_id": progress.wandb_id,
+        "versions": {"megatron_lite": megatron_lite.__version__, "torch": torch.__version__,
+                     "python": platform.python_version()},
+    }  # fmt: skip
+    return save_checkpoint(config.checkpoint.save, progress.iteration, pieces, meta, mesh)
+
+
+def restore(trainer: Trainer) -> tuple[Progress, str]:
+    """Load what the configuration asks for into the trainer; where to go on from, and a line that says what was done."""
+    config, mesh = trainer.config, trainer.mesh
+    choice = decide(config.checkpoint.load, config.checkpoint.save, mesh)
+    if choice.iteration is None:
+        return Progress(), choice.says
+    weights_only = config.checkpoint.finetune or config.checkpoint.no_load_optim
+    requests: list[Request] = []
+    for prefix, shard, tensor in tensors(trainer, optim=not weights_only):
+        requests += box_requests(prefix, shard, tensor)
+    meta = load_checkpoint(choice.directory, requests, mesh, choice.iteration)
+    trainer.optimizer.write_back()
+    if config.checkpoint.finetune:
+        return Progress(), choice.says + " (weights only: starting at iteration 0)"
+    if not weights_only:
+        trainer.optimizer.steps = meta["optimizer_steps"]
+    return Progress(meta["iteration"], meta["consumed_samples"], meta["wandb_id"]), choice.says

@@ -1,0 +1,233 @@
+"""Can a run be what its flags say? `validate` answers with every problem at once; it starts nothing and reads no file.
+
+    --num-attention-heads 6 --tensor-model-parallel-size 4: 6 heads cannot be cut into 4 equal parts; nearest values
+    that work: --num-attention-heads 4 or 8, --tensor-model-parallel-size 3 or 6
+
+Five kinds of problem, in the order of the functions below: a flag is missing; a value is out of range; two flags
+contradict each other; a flag was given that has no effect with the others; sizes do not fit together.
+A value out of range is taken as absent by the rules after it, so that one mistake is reported once.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from functools import partial
+
+from megatron_lite.config import GROUPS, Config
+from megatron_lite.data.indexed import DataError
+from megatron_lite.data.samples import parse_split
+from megatron_lite.planner.split import split_layers
+from megatron_lite.rules import (
+    BYTE_VOCABULARY,
+    Problem,
+    Values,
+    about,
+    conflicts,
+    have,
+    inert,
+    missing,
+    nearest,
+    nearest_values,
+    ranges,
+)
+from megatron_lite.schedules import schedule_problems
+
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+
+
+def validate(config: Config, given: Iterable[str], world_size: int) -> list[Problem]:
+    """All problems of a resolved configuration. `given`: field names the user set (inert flags are judged on those)."""
+    values, given = _values(config, world_size), frozenset(given)
+    problems = [*missing(values), *ranges(values)]
+    problems += [*conflicts(values, given), *inert(values, given)]
+    for rules in (_attention, _positions, _layout, _stages, _batch, _rate, _warmup, _data):
+        problems += rules(values)
+    return problems
+
+
+def _values(config: Config, world_size: int) -> Values:
+    values = {f.name: getattr(getattr(config, group), f.name) for group, cls in GROUPS.items() for f in fields(cls)}
+    values["world"] = config.train.world_size or world_size
+    replica = (values["tensor_model_parallel_size"] or 0) * (values["pipeline_model_parallel_size"] or 0)
+    values["dp"] = values["world"] // replica if replica > 0 and values["world"] % replica == 0 else None
+    return Values(**values)
+
+
+def _attention(s: Values) -> Iterator[Problem]:
+    hidden, heads, groups = s.hidden_size, s.num_attention_heads, s.num_query_groups
+    if have(hidden, heads) and s.kv_channels is None and hidden % heads:
+        fix = nearest_values(
+            num_attention_heads=nearest(heads, lambda n: hidden % n == 0),
+            hidden_size=nearest(hidden, lambda n: n % heads == 0),
+        )
+        text = f"{hidden} is not a multiple of {heads}"
+        yield about(s, "hidden_size num_attention_heads", text, f"{fix}, or give --kv-channels")
+    if s.group_query_attention and have(heads, groups) and heads % groups:
+        fix = nearest_values(num_query_groups=nearest(groups, lambda n: heads % n == 0))
+        text = f"{heads} heads cannot share {groups} groups equally"
+        yield about(s, "num_attention_heads num_query_groups", text, fix)
+
+
+def _positions(s: Values) -> Iterator[Problem]:
+    length, reach = s.seq_length, s.max_position_embeddings
+    if have(length, reach) and length > reach:
+        fix = nearest_values(seq_length=[reach], max_position_embeddings=[length])
+        yield about(s, "seq_length max_position_embeddings", "samples are longer than the positions reach", fix)
+    if s.position_embedding_type != "rope":
+        return
+    share = s.rotary_percent
+    if have(s.kv_channels, share) and not _pairs(s.kv_channels, share):
+        names = "kv_channels" if share == 1.0 else "kv_channels rotary_percent"
+        text = f"RoPE turns pairs, and {int(s.kv_channels * share)} of each head's values are not pairs"
+        yield about(s, names, text, nearest_values(kv_channels=nearest(s.kv_channels, lambda d: _pairs(d, share))))
+    low, high = s.rope_low_freq_factor, s.rope_high_freq_factor
+    if s.use_rope_scaling and have(low, high) and low >= high:
+        text = "the low factor must be below the high one"
+        yield about(s, "rope_low_freq_factor rope_high_freq_factor", text, "LLaMA 3 has 1 and 4")
+
+
+def _pairs(head_size: int, share: float) -> bool:
+    turned = int(head_size * share)
+    return turned >= 2 and turned % 2 == 0
+
+
+def _layout(s: Values) -> Iterator[Problem]:
+    tp, pp = s.tensor_model_parallel_size, s.pipeline_model_parallel_size
+    if have(tp, pp) and s.world % (tp * pp):
+        fix = nearest_values(
+            world=nearest(s.world, lambda n: n % (tp * pp) == 0),
+            tensor_model_parallel_size=nearest(tp, lambda n: n <= s.world and s.world % (n * pp) == 0),
+            pipeline_model_parallel_size=nearest(pp, lambda n: n <= s.world and s.world % (n * tp) == 0),
+        )
+        text = f"the world size is not a multiple of tp x pp = {tp * pp}"
+        yield about(s, "world tensor_model_parallel_size pipeline_model_parallel_size", text, fix)
+    if tp is None:
+        return
+    yield from _cut(s, tp)
+    groups, heads = s.num_query_groups, s.num_attention_heads
+    if s.group_query_attention and have(groups, heads) and groups % tp and tp % groups:
+        fix = nearest_values(
+            num_query_groups=nearest(groups, lambda n: heads % n == 0 and (n % tp == 0 or tp % n == 0)),
+            tensor_model_parallel_size=nearest(tp, lambda n: heads % n == 0 and (n % groups == 0 or groups % n == 0)),
+        )
+        yield about(s, "num_query_groups tensor_model_parallel_size", "neither is a multiple of the other", fix)
+
+
+def _cut(s: Values, tp: int) -> Iterator[Problem]:
+    """What tensor parallelism cuts evenly."""
+    cuts = {"num_attention_heads": "heads", "ffn_hidden_size": "MLP channels"}
+    if s.sequence_parallel:
+        cuts["seq_length"] = "tokens of --sequence-parallel"
+    for name, what in cuts.items():
+        number = getattr(s, name)
+        if have(number) and number % tp:
+            choices = {
+                name: nearest(number, lambda n: n % tp == 0),
+                "tensor_model_parallel_size": nearest(tp, lambda n, number=number: number % n == 0),
+            }
+            text = f"{number} {what} cannot be cut into {tp} equal parts"
+            yield about(s, f"{name} tensor_model_parallel_size", text, nearest_values(**choices))
+
+
+def _stages(s: Values) -> Iterator[Problem]:
+    names = ["num_layers", "pipeline_model_parallel_size", FIRST, LAST]
+    layers, pp, first, last = (getattr(s, name) for name in names)
+    if not have(layers, pp) or (pp == 1 and (first or last)):
+        return
+    try:
+        split_layers(layers, pp, first, last)
+    except ValueError as error:
+        choices = {name: nearest(getattr(s, name), partial(_splits, s, name)) for name in names if getattr(s, name)}
+        yield about(s, " ".join(choices), str(error), nearest_values(**choices))
+
+
+def _splits(s: Values, name: str, number: int) -> bool:
+    """Whether the layers can be split if the setting `name` were `number`."""
+    changed = vars(s) | {name: number}
+    try:
+        split_layers(changed["num_layers"], changed["pipeline_model_parallel_size"], changed[FIRST], changed[LAST])
+    except ValueError:
+        return False
+    return True
+
+
+def _batch(s: Values) -> Iterator[Problem]:
+    micro, batch, pp = s.micro_batch_size, s.global_batch_size, s.pipeline_model_parallel_size
+    if have(batch, s.train_samples) and s.train_samples < batch:
+        fix = nearest_values(train_samples=[batch])
+        yield about(s, "train_samples global_batch_size", "the run would be shorter than a step", fix)
+    if not have(micro, batch, s.dp):
+        return
+    each = micro * s.dp
+    if batch % each:
+        fix = nearest_values(
+            global_batch_size=nearest(batch, lambda n: n % each == 0),
+            micro_batch_size=nearest(micro, lambda n: batch % (n * s.dp) == 0),
+        )
+        text = f"{batch} is not a multiple of {micro} x dp {s.dp} = {each}"
+        yield about(s, "global_batch_size micro_batch_size", text, fix)
+    elif pp:
+        for text in schedule_problems(s.pipeline_schedule, pp, 1, batch // each):
+            yield about(s, "pipeline_schedule", text.split(": ", 1)[-1])
+
+
+def _rate(s: Values) -> Iterator[Problem]:
+    for name, text in (("min_lr", "the rate would rise"), ("lr_warmup_init", "the warm-up would fall")):
+        value = getattr(s, name)
+        if have(value, s.lr) and value > s.lr:
+            yield about(s, f"{name} lr", text, nearest_values(**{name: [s.lr], "lr": [value]}))
+
+
+def _warmup(s: Values) -> Iterator[Problem]:
+    """Warm-up < decay length, and WSD's final decay within what is left; in samples, as both spellings allow."""
+    lengths = ("lr_decay_iters", "lr_decay_samples", "train_samples", "train_iters")
+    length_name = next((name for name in lengths if have(getattr(s, name))), None)
+    batch = s.global_batch_size
+    if not have(batch, length_name):
+        return
+    length = _samples(s, length_name)
+    warmup_name = "lr_warmup_iters" if s.lr_warmup_iters else "lr_warmup_samples"
+    warmup = _samples(s, warmup_name) or int((s.lr_warmup_fraction or 0.0) * length)
+    if warmup >= length > 0:
+        most = (length - 1) // (batch if warmup_name.endswith("iters") else 1)
+        fix = nearest_values(**{warmup_name: [most], length_name: _fitting(length_name, warmup + 1, batch)})
+        yield about(s, f"{warmup_name} {length_name}", "the warm-up must end before the decay does", fix)
+        return
+    name = "lr_wsd_decay_iters" if have(s.lr_wsd_decay_iters) else "lr_wsd_decay_samples"
+    final = _samples(s, name)
+    if s.lr_decay_style == "WSD" and have(final) and warmup + final > length:
+        most = (length - warmup) // (batch if name.endswith("iters") else 1)
+        fix = nearest_values(
+            **{name: [most] if most else [], length_name: _fitting(length_name, warmup + final, batch)}
+        )
+        yield about(s, f"{name} {length_name}", "warm-up and final decay are longer than the whole", fix)
+
+
+def _samples(s: Values, name: str) -> int | None:
+    value = getattr(s, name)
+    return value * s.global_batch_size if value is not None and name.endswith("iters") else value
+
+
+def _fitting(name: str, samples: int, batch: int) -> list[int]:
+    """The least value of the length `name` that covers so many samples."""
+    return [-(-samples // batch)] if name.endswith("iters") else [samples]
+
+
+def _data(s: Values) -> Iterator[Problem]:
+    if s.tokenizer_type == "ByteTokenizer" and have(s.vocab_size) and s.vocab_size < BYTE_VOCABULARY:
+        text, fix = f"the tokenizer has {BYTE_VOCABULARY} ids", nearest_values(vocab_size=[BYTE_VOCABULARY])
+        yield about(s, "vocab_size tokenizer_type", text, fix)
+    if s.data_path and len(s.data_path) > 1:
+        fix = "join them with tools/merge_datasets.py, or name one"
+        yield about(s, "data_path", f"{len(s.data_path)} prefixes were given, one is read", fix)
+    if s.split is None or s.mock_data:
+        return
+    try:
+        training, validation, _ = parse_split(s.split)
+    except DataError as error:
+        yield about(s, "split", str(error).split(": ", 1)[-1])
+        return
+    if training == 0:
+        yield about(s, "split", "leaves nothing to train on", "the default is 969,30,1")
+    if have(s.eval_interval) and validation == 0:
+        fix = "raise the second share, or drop --eval-interval"
+        yield about(s, "split eval_interval", "leaves nothing to evaluate on", fix)

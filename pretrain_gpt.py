@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Pretrain a GPT or LLaMA model: arguments -> mesh -> data -> model -> train.
+
+    python pretrain_gpt.py ...                          one process
+    torchrun --nproc-per-node 4 pretrain_gpt.py ...     tensor x pipeline x data parallel over 4
+
+The same command line starts a run and resumes it (--load equal to --save).
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from megatron_lite.arguments import format_arguments, format_problems, parse, tokenizer_arguments, with_vocab_size
+from megatron_lite.config import Config
+from megatron_lite.errors import ReportedError
+from megatron_lite.grid import Grid
+from megatron_lite.planner.report import dry_run_report
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def silent(text: str) -> None:
+    pass
+
+
+def pretrain(config: Config, eod: int | None, started: float) -> None:
+    """Join the other ranks, build this rank's share, and train to the end."""
+    from megatron_lite.comm import launch  # torch takes a second to import: not needed for a dry run or a bad flag
+    from megatron_lite.comm.mesh import build_mesh
+    from megatron_lite.training.data import build_splits
+    from megatron_lite.training.logging import Interval, build_sinks, check_sinks
+    from megatron_lite.training.loop import Run
+    from megatron_lite.training.setup import build_trainer, grid_of
+    from megatron_lite.training.signals import StopSignal
+    from megatron_lite.training.state import restore
+
+    check_sinks(config)
+    stop = StopSignal().install()
+    splits = build_splits(config, eod)
+    rank, world, device = launch.init_from_env(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
+    if device.type == "cpu":
+        launch.set_threads(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        launch.keep_heap()
+    tell = say if rank == 0 else silent
+    mesh = build_mesh(grid_of(config, world), device)
+    trainer = build_trainer(config, mesh)
+    progress, what = restore(trainer)
+    for line in (*splits.notes, what, f"ready to train after {time.time() - started:.1f} s"):
+        tell(line)
+    sinks = build_sinks(config, rank == 0, progress.wandb_id)
+    try:
+        Run(trainer, splits, sinks, Interval(config, mesh, progress), progress, stop, tell).train()
+    finally:
+        sinks.close()
+    launch.shutdown()
+
+
+def read_tokenizer(config: Config) -> tuple[Config, int | None]:
+    """The configuration with the tokenizer's vocabulary, and the id that ends a document (None without a tokenizer)."""
+    if config.data.tokenizer_type is None:
+        return config, None
+    from megatron_lite.tokenizers import TokenizerError, build_tokenizer
+
+    tokenizer = build_tokenizer(*tokenizer_arguments(config))
+    try:
+        eod = tokenizer.eod
+    except TokenizerError:
+        if config.data.eod_mask_loss:
+            raise
+        eod = None
+    return with_vocab_size(config, tokenizer.vocab_size), eod
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    started = time.time()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    config, problems = parse(sys.argv[1:] if argv is None else argv, world)
+    tell = partial(print, file=sys.stderr, flush=True) if rank == 0 else silent
+    if problems:
+        tell(format_problems(problems))
+        return 2
+    try:
+        config, eod = read_tokenizer(config)
+        if config.train.dry_run:
+            parallel = config.parallel
+            say(dry_run_report(config, Grid(tp=parallel.tp, pp=parallel.pp, dp=config.data_parallel_size)))
+            return 0
+        if rank == 0:
+            say(format_arguments(config))
+        pretrain(config, eod, started)
+    except ReportedError as error:
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

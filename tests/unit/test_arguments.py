@@ -1,0 +1,270 @@
+"""The command line: what is accepted, what is refused and with which words. No combination may raise."""
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lite.arguments import (
+    build_parser,
+    format_arguments,
+    format_problems,
+    parse,
+    tokenizer_arguments,
+    with_vocab_size,
+)
+from megatron_lite.config import GROUPS, Config
+from megatron_lite.rules import CONFLICTS, INERT, flag_name
+from megatron_lite.tokenizers import build_tokenizer
+
+SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32"
+RUN = "--micro-batch-size 2 --lr 1e-3 --train-iters 100 --mock-data --vocab-size 250"
+BASE = f"{SIZES} {RUN}"
+ROPE = f"{BASE} --position-embedding-type rope"
+FIELDS = [field.name for group in GROUPS.values() for field in fields(group)]
+
+# (flags, world size, texts of which each must be in one line of the answer). One mistake each: one problem each.
+BAD = [
+    # read
+    ("--num-layer 4", 1, ["--num-layer 4", "abbreviations are not accepted", "--num-layers"]),
+    ("--hidden_dropout 0", 1, ["is not a flag", "did you mean --hidden-dropout?"]),
+    ("--learning-rate 1", 1, ["--learning-rate 1: is not a flag"]),
+    ("--adam-beta3 0.9", 1, ["did you mean", "--adam-beta1"]),
+    ("-tp 2", 1, ["-tp 2: is not a flag here; use --tensor-model-parallel-size"]),
+    ("--fp16", 1, ["--fp16: is not a flag here; use --bf16"]),
+    ("--transformer-impl local", 1, ["--transformer-impl local", "drop it"]),
+    ("--lr abc", 1, ["--lr abc: is not a number"]),
+    ("--seed 1e3", 1, ["--seed 1e3: is not a whole number; nearest value that works: 1000"]),
+    ("--seed x", 1, ["--seed x: is not a whole number"]),
+    ("--seed", 1, ["--seed: needs a value"]),
+    ("--optimizer adamw", 1, ["--optimizer adamw: is not one of the choices", "adam"]),
+    ("--model lama2-7b", 1, ["--model lama2-7b", "llama2-7b"]),
+    ("--bf16 true", 1, ["--bf16 true: is a switch and takes no value"]),
+    ("--bf16=1", 1, ["--bf16 1: is a switch"]),
+    ("--split 969, 30, 1", 1, ["--split 969, 30, 1: takes one value, 3 were given; quote"]),
+    ("--use-rotary-position-embeddings --position-embedding-type none", 1, ["two spellings of one setting"]),
+    # out of range
+    ("--num-layers 0", 1, ["--num-layers 0: must be at least 1; nearest value that works: 1"]),
+    ("--tensor-model-parallel-size 0", 1, ["--tensor-model-parallel-size 0: must be at least 1"]),
+    ("--pipeline-model-parallel-size -2", 1, ["--pipeline-model-parallel-size -2: must be at least 1"]),
+    ("--lr -1e-3", 1, ["--lr -0.001: must not be negative"]),
+    ("--lr nan", 1, ["--lr nan: is not a finite number"]),
+    ("--lr -inf", 1, ["--lr -inf: is not a finite number"]),
+    ("--weight-decay -1", 1, ["--weight-decay"]),
+    ("--clip-grad -1", 1, ["--clip-grad"]),
+    ("--hidden-dropout 1", 1, ["--hidden-dropout 1.0: must lie in [0, 1)"]),
+    ("--attention-dropout -0.1", 1, ["--attention-dropout -0.1", "nearest value that works: 0"]),
+    ("--adam-beta2 1.0", 1, ["--adam-beta2 1.0: must lie in [0, 1)"]),
+    ("--adam-eps 0", 1, ["--adam-eps 0.0: must be above 0"]),
+    ("--label-smoothing 1.5", 1, ["--label-smoothing"]),
+    ("--num-workers -1", 1, ["--num-workers"]),
+    ("--log-interval 0", 1, ["--log-interval 0"]),
+    ("--save ''", 1, ["--save : is empty"]),
+    # contradictory
+    ("--bf16 --fp64", 1, ["--bf16 --fp64: contradict each other"]),
+    ("--train-samples 800", 1, ["--train-iters 100 --train-samples 800: contradict"]),
+    ("--lr-warmup-fraction .1 --lr-warmup-iters 3", 1, ["--lr-warmup-fraction 0.1 --lr-warmup-iters 3: contradict"]),
+    ("--lr-decay-iters 9 --lr-decay-samples 9", 1, ["both set the length of the decay"]),
+    ("--data-path a", 1, ["--mock-data --data-path a: contradict"]),
+    ("--load x --finetune --no-load-optim", 1, ["--finetune --no-load-optim: contradict"]),
+    # without effect
+    ("--sequence-parallel", 1, ["--sequence-parallel: has no effect: needs --tensor-model-parallel-size above 1"]),
+    ("--pipeline-schedule gpipe", 1, ["--pipeline-schedule gpipe: has no effect"]),
+    ("--decoder-first-pipeline-num-layers 2", 1, ["has no effect: needs --pipeline-model-parallel-size"]),
+    ("--no-overlap-grad-reduce", 1, ["--no-overlap-grad-reduce: has no effect"]),
+    ("--rotary-base 1e4", 1, ["--rotary-base 10000.0: has no effect: needs --position-embedding-type rope"]),
+    ("--use-rope-scaling", 1, ["--use-rope-scaling: has no effect"]),
+    ("--position-embedding-type rope --rope-scaling-factor 4", 1, ["has no effect: needs --use-rope-scaling"]),
+    ("--num-query-groups 2", 1, ["--num-query-groups 2: has no effect: needs --group-query-attention"]),
+    ("--swiglu --openai-gelu", 1, ["--openai-gelu: has no effect"]),
+    ("--add-qkv-bias", 1, ["--add-qkv-bias: has no effect"]),
+    ("--sgd-momentum 0.5", 1, ["--sgd-momentum 0.5: has no effect: needs --optimizer sgd"]),
+    ("--optimizer sgd --adam-beta1 0.5", 1, ["--adam-beta1 0.5: has no effect"]),
+    ("--lr-wsd-decay-iters 5", 1, ["--lr-wsd-decay-iters 5: has no effect: needs --lr-decay-style WSD"]),
+    ("--lr-decay-style constant --min-lr 1e-5", 1, ["--min-lr 1e-05: has no effect"]),
+    ("--lr-warmup-init 1e-5", 1, ["--lr-warmup-init 1e-05: has no effect: needs a warm-up"]),
+    ("--eval-iters 5", 1, ["--eval-iters 5: has no effect: needs --eval-interval"]),
+    ("--split 9,1", 1, ["--split 9,1: has no effect"]),
+    ("--tokenizer-model x", 1, ["--tokenizer-model x: has no effect"]),
+    ("--save-interval 10", 1, ["--save-interval 10: has no effect: needs --save"]),
+    ("--finetune", 1, ["--finetune: has no effect: needs --load"]),
+    ("--wandb-exp-name x", 1, ["--wandb-exp-name x: has no effect: needs --wandb-project"]),
+    ("--world-size 4 --global-batch-size 8", 1, ["--world-size 4: has no effect: needs --dry-run"]),
+    # sizes
+    ("--num-attention-heads 6", 1, ["64 is not a multiple of 6", "--num-attention-heads 4 or 8", "--kv-channels"]),
+    ("--group-query-attention", 1, ["--num-query-groups: is missing"]),
+    ("--group-query-attention --num-query-groups 3", 1, ["8 heads cannot share 3 groups", "--num-query-groups 2 or 4"]),
+    ("--max-position-embeddings 16", 1, ["--seq-length 32 --max-position-embeddings 16: samples are longer"]),
+    ("--position-embedding-type rope --kv-channels 7", 1, ["RoPE turns pairs", "--kv-channels 6 or 8"]),
+    ("--position-embedding-type rope --use-rope-scaling --rope-low-freq-factor 4", 1, ["must be below the high one"]),
+    ("--pipeline-model-parallel-size 3", 4, ["not a multiple of tp x pp = 3", "world size 3 or 6"]),
+    ("--tensor-model-parallel-size 3 --ffn-hidden-size 96", 3, ["8 heads cannot be cut into 3 equal parts", "9 or 6"]),
+    ("--tensor-model-parallel-size 8 --ffn-hidden-size 100", 8, ["100 MLP channels", "--ffn-hidden-size 96 or 104"]),
+    ("--tensor-model-parallel-size 8 --sequence-parallel --seq-length 36", 8, ["36 tokens of --sequence-parallel"]),
+    ("--num-attention-heads 12 --kv-channels 8 --group-query-attention --num-query-groups 6 "
+     "--tensor-model-parallel-size 4", 4, ["neither is a multiple of the other", "--num-query-groups 4"]),
+    ("--pipeline-model-parallel-size 8", 8, ["4 layers cannot fill 8 stages", "--num-layers 8"]),
+    ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4", 2, ["leave 0 of 4 layers"]),
+    ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1", 2,
+     ["make 3 layers, the model has 4"]),
+    ("--global-batch-size 5", 1, ["5 is not a multiple of 2 x dp 1 = 2", "--global-batch-size 4 or 6"]),
+    ("--global-batch-size 6", 2, ["6 is not a multiple of 2 x dp 2 = 4"]),
+    ("--min-lr 1", 1, ["--min-lr 1.0 --lr 0.001: the rate would rise"]),
+    ("--lr-warmup-iters 100", 1, ["the warm-up must end before the decay does", "--lr-warmup-iters 99"]),
+    ("--lr-decay-style WSD", 1, ["the length of the final decay is missing"]),
+    ("--lr-decay-style WSD --lr-wsd-decay-iters 60 --lr-warmup-iters 50", 1, ["--lr-wsd-decay-iters 50"]),
+    ("--tokenizer-type HuggingFaceTokenizer", 1, ["reads files, none is named"]),
+    ("--tokenizer-type ByteTokenizer", 1, ["the tokenizer has 257 ids"]),
+    ("--eod-mask-loss", 1, ["which token ends a document is unknown"]),
+]  # fmt: skip
+
+BAD_WHOLE = [
+    ("", ["--num-layers: is missing", "--hidden-size: is missing", "--lr: is missing", "--data-path: is missing"]),
+    (f"stray {BASE}", ["stray: belongs to no flag"]),
+    (f"{SIZES} --micro-batch-size 1 --lr 1 --train-iters 5 --mock-data", ["--vocab-size: is missing"]),
+    (f"{SIZES} --micro-batch-size 1 --lr 1 --train-iters 5 --mock-data --tokenizer-type NullTokenizer",
+     ["--vocab-size: is missing"]),
+    (f"{SIZES} --micro-batch-size 4 --lr 1 --train-samples 3 --mock-data --vocab-size 9", ["shorter than a step"]),
+    (f"{SIZES} --micro-batch-size 4 --lr 1 --train-iters 3 --data-path a b --vocab-size 9", ["2 prefixes were given"]),
+    (f"{SIZES} --micro-batch-size 4 --lr 1 --train-iters 3 --data-path a --vocab-size 9 --split 1,x", ["--split 1,x"]),
+    (f"{SIZES} --micro-batch-size 4 --lr 1 --train-iters 3 --data-path a --vocab-size 9 --split 0,1", ["to train on"]),
+    (f"{SIZES} --micro-batch-size 4 --lr 1 --train-iters 3 --data-path a --vocab-size 9 --split 1 --eval-interval 2",
+     ["--split 1 --eval-interval 2: leaves nothing to evaluate on"]),
+    ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --swiglu " + RUN, ["--ffn-hidden-size 0"]),
+    ("--model gpt2 --seq-length 2048 " + RUN, ["--seq-length 1024, --max-position-embeddings 2048"]),
+]  # fmt: skip
+
+GOOD = [
+    (BASE, 1),
+    (f"{BASE} --bf16 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 8),
+    (f"{ROPE} --use-rope-scaling --rope-scaling-factor 32 --rotary-base 5e5", 1),
+    (f"{BASE} --use-rotary-position-embeddings --position-embedding-type rope", 1),
+    (f"{BASE} --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 8", 8),
+    (f"{BASE} --num-layers 3 --pipeline-model-parallel-size 2 --pipeline-schedule gpipe", 2),
+    (f"{BASE} --lr 3e-4 --lr-decay-style WSD --lr-wsd-decay-iters 50 --lr-warmup-iters 9 --lr-warmup-init 1e-7", 1),
+    (f"{BASE} --lr-decay-style constant --lr-warmup-fraction .1 --lr-decay-iters 50", 1),
+    (f"{BASE} --lr 0 --eval-interval 1 --eval-iters 2 --save out --persistent-save-interval 5 --load x --finetune", 1),
+    (f"{BASE} --tokenizer-type ByteTokenizer --vocab-size 257 --eod-mask-loss --optimizer sgd --sgd-momentum 0", 1),
+    (f"{BASE} --wandb-project p --wandb-exp-name e --no-overlap-grad-reduce", 2),
+    ("--model llama3-8b --micro-batch-size 1 --dry-run --world-size 16 --tensor-model-parallel-size 16", 1),
+    (f"{SIZES} --micro-batch-size 4 --lr 1 --train-samples 99 --data-path a --tokenizer-type ByteTokenizer --split=1",
+     1),
+]  # fmt: skip
+
+
+def words(flags):
+    return [word.replace("''", "") for word in flags.split()]
+
+
+@pytest.mark.parametrize(("flags", "world", "texts"), BAD)
+def test_bad_flags_are_one_problem_in_words(flags, world, texts):
+    _, problems = parse(words(f"{BASE} {flags}"), world)
+    lines = [str(problem) for problem in problems]
+    assert len(lines) == 1, lines
+    assert all(text in lines[0] for text in texts), lines[0]
+    assert "\n" not in lines[0]
+
+
+@pytest.mark.parametrize(("line", "texts"), BAD_WHOLE)
+def test_bad_command_lines(line, texts):
+    _, problems = parse(line.split(), 1)
+    report = format_problems(problems)
+    assert all(text in report for text in texts), report
+
+
+@pytest.mark.parametrize(("line", "world"), GOOD)
+def test_good_command_lines(line, world):
+    config, problems = parse(line.split(), world)
+    assert problems == []
+    assert config.num_microbatches >= 1 and config.grid.world_size == config.train.world_size
+    assert "nan" not in format_arguments(config)
+
+
+def test_all_problems_come_together():
+    line = (
+        "--num-layer 4 --lr abc --bf16 --fp64 --tensor-model-parallel-size 3 --sequence-parallel=1 --adam-eps -1 oops"
+    )
+    _, problems = parse(line.split(), 4)
+    report = format_problems(problems)
+    for text in (
+        "--num-layers?",
+        "--lr abc",
+        "--bf16 --fp64",
+        "tp x pp = 3",
+        "is a switch",
+        "--adam-eps",
+        "--hidden-size",
+    ):
+        assert text in report
+    assert "--num-layers: is missing" not in report and "--lr: is missing" not in report  # they were tried
+    assert report.splitlines()[0] == f"pretrain_gpt.py: {len(problems)} problems in the arguments"
+
+
+def test_derived_values():
+    config, _ = parse(f"{SIZES} --swiglu --micro-batch-size 3 --lr 1 --train-samples 100 --mock-data "
+                      "--tokenizer-type ByteTokenizer --tensor-model-parallel-size 2".split(), 8)  # fmt: skip
+    assert config.model.kv_channels == 8
+    assert config.model.ffn_hidden_size == 128  # 64 * floor(4 * 64 * 2/3 / 64)
+    assert config.model.max_position_embeddings == 32
+    assert (config.data_parallel_size, config.train.global_batch_size, config.num_microbatches) == (4, 12, 1)
+    assert config.train.train_iters == 8
+    assert config.data.vocab_size == 257 and config.padded_vocab_size == 512
+
+
+def test_vocabulary_of_the_null_tokenizer_counts_its_end_of_document():
+    config, problems = parse(f"{BASE} --tokenizer-type NullTokenizer".split(), 1)
+    tokenizer = build_tokenizer(*tokenizer_arguments(config))
+    assert problems == [] and config.data.vocab_size == 251 == tokenizer.vocab_size
+
+
+def test_vocabulary_from_the_tokenizer_is_a_second_step():
+    line = f"{SIZES} --micro-batch-size 1 --lr 1 --train-iters 1 --mock-data --tokenizer-type HuggingFaceTokenizer"
+    config, problems = parse(f"{line} --tokenizer-model folder".split(), 1)
+    assert problems == [] and config.data.vocab_size is None
+    assert with_vocab_size(config, 1000).padded_vocab_size == 1024
+    chosen, _ = parse(f"{line} --tokenizer-model folder --vocab-size 2000".split(), 1)
+    assert with_vocab_size(chosen, 1000).data.vocab_size == 2000
+
+
+def test_last_of_equal_flags_wins():
+    config, problems = parse(f"{BASE} --seed 1 --seed 2".split(), 1)
+    assert problems == [] and config.train.seed == 2
+
+
+def test_every_field_is_a_flag_with_a_legend(capsys):
+    text = build_parser().format_help()
+    assert all(flag_name(name) in text for name in FIELDS)
+    assert len(set(FIELDS)) == len(FIELDS)
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"], 1)
+    assert stop.value.code == 0 and "--num-layers" in capsys.readouterr().out
+
+
+def test_tables_name_existing_fields():
+    named = [name for names, *_ in INERT for name in names.split()] + [name for pair in CONFLICTS for name in pair[:2]]
+    assert set(named) <= set(FIELDS)
+
+
+def test_arguments_are_dumped_as_megatron_does():
+    config, _ = parse(BASE.split(), 1)
+    lines = format_arguments(config).splitlines()
+    assert lines[0] == "-" * 24 + " arguments " + "-" * 24 and "end of arguments" in lines[-1]
+    assert "  num_layers ...................................... 4" in lines
+    assert "  padded_vocab_size ............................... 256" in lines
+    assert lines[1:-1] == sorted(lines[1:-1])
+
+
+VALUES = st.sampled_from(
+    ["0", "1", "2", "3", "-1", "8", "1e3", "0.5", "nan", "inf", "abc", "", "1,1", "rope", "9" * 400]
+)
+FLAGS = st.sampled_from([flag_name(name) for name in FIELDS] + ["--num", "--x", "-q", "word", "--=1", "--"])
+
+
+@given(st.lists(st.tuples(FLAGS, st.lists(VALUES, max_size=2)), max_size=12), st.integers(1, 9), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_nothing_raises(pairs, world, complete):
+    argv = BASE.split() if complete else []
+    config, problems = parse(argv + [word for flag, values in pairs for word in (flag, *values)], world)
+    assert isinstance(config, Config)
+    assert all("\n" not in str(problem) for problem in problems)

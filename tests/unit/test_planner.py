@@ -1,0 +1,264 @@
+"""The planner's arithmetic: layer split, parameters per rank, FLOPs, memory, report."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lite.arguments import parse
+from megatron_lite.comm.mesh import Axis, single
+from megatron_lite.models import attention
+from megatron_lite.models.rope import cos_sin
+from megatron_lite.models.transformer import TransformerLayer, TransformerStage
+from megatron_lite.parallel.tensor import TensorParallel
+from megatron_lite.planner.flops import device_peak_tflops, flops_per_iteration, flops_per_token, mfu
+from megatron_lite.planner.memory import (
+    BLOCK_ROWS,
+    KEEP_PROBABILITIES_UP_TO,
+    layer_activation_bytes,
+    live_microbatches,
+    stage_memory,
+    state_bytes,
+)
+from megatron_lite.planner.params import count_parameters, layer_parts, model_parts, rank_parts
+from megatron_lite.planner.report import count, dry_run_report, size
+from megatron_lite.planner.split import layer_ranges, split_layers
+from megatron_lite.rng import DropoutKey
+
+GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 250 --lr 1e-3"
+LLAMA = GPT + (
+    " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0"
+    " --attention-dropout 0 --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
+)
+RUN = " --micro-batch-size 2 --train-iters 4 --mock-data "
+
+
+def config_of(flags, world=1):
+    config, problems = parse((flags + RUN).split(), world)
+    assert problems == []
+    return config
+
+
+@given(st.integers(1, 200), st.integers(1, 64), st.integers(0, 20), st.integers(0, 20))
+@settings(max_examples=300, deadline=None)
+def test_split_keeps_every_layer_or_says_why(layers, pp, first, last):
+    ends = {"first": first or None, "last": last or None}
+    try:
+        split = split_layers(layers, pp, **ends)
+    except ValueError as error:
+        assert any(ends.values()) or layers < pp
+        assert "layer" in str(error)
+        return
+    assert len(split) == pp and sum(split) == layers and min(split) >= 1
+    assert first in (0, split[0]) and last in (0, split[-1])
+    free = split[bool(first) : pp - bool(last)]
+    assert not free or (max(free) - min(free) <= 1 and free == sorted(free, reverse=True))
+
+
+def test_split_examples():
+    assert split_layers(8, 4) == [2, 2, 2, 2]
+    assert split_layers(30, 4) == [8, 8, 7, 7]
+    assert split_layers(30, 4, first=6) == [6, 8, 8, 8]
+    assert split_layers(8, 2, first=5, last=3) == [5, 3]
+    assert layer_ranges(3, 2) == [range(0, 2), range(2, 3)]
+    for arguments in ((3, 4), (8, 2, 5, 4), (8, 3, 4, 4), (8, 4, 0), (8, 1, 3)):
+        with pytest.raises(ValueError, match="layer"):
+            split_layers(*arguments)
+
+
+def test_parts_of_a_gpt_by_hand():
+    h, f, s, v = 64, 256, 32, 250
+    parts = model_parts(config_of(GPT))
+    layer = 4 * (h * h + h) + (f * h + f) + (h * f + h) + 4 * h
+    assert parts == {"embed_tokens": v * h, "embed_positions": s * h, "layers": 4 * layer, "norm": 2 * h}
+
+
+def test_parts_of_a_llama_by_hand():
+    h, f, kv = 64, 128, 16  # f = 64 * floor(4h * 2/3 / 64)
+    config = config_of(LLAMA + " --qk-layernorm --add-qkv-bias")
+    layer = 2 * h * h + 2 * h * kv + 3 * h * f + 2 * h + 2 * 8 + (h + 2 * kv)
+    assert sum(layer_parts(config.model).values()) == layer
+    assert count_parameters(config) == 2 * 250 * h + 4 * layer + h
+
+
+@pytest.mark.parametrize("flags", [GPT, LLAMA])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (8, 1), (1, 4), (2, 2)])
+def test_ranks_hold_the_model_its_padding_and_its_copies(flags, tp, pp):
+    config = config_of(f"{flags} --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}", tp * pp)
+    model, whole = config.model, count_parameters(config)
+    held = sum(tp * sum(rank_parts(config, stage).values()) for stage in range(pp))
+    h, padding = model.hidden_size, (config.padded_vocab_size - config.data.vocab_size) * model.hidden_size
+    norm = h * (2 if model.normalization == "LayerNorm" else 1)
+    replicated = 4 * (2 * norm + (0 if model.disable_bias_linear else 2 * h)) + norm
+    if model.position_embedding_type == "learned_absolute":
+        replicated += model.max_position_embeddings * h
+    kv_copies = max(tp // model.num_kv_heads, 1) - 1
+    extra = (tp - 1) * replicated + kv_copies * 4 * 2 * h * model.num_kv_heads * model.head_dim
+    extra += padding * (1 if model.tied and pp == 1 else 2)
+    extra += config.data.vocab_size * h if model.tied and pp > 1 else 0
+    assert held == whole + extra
+
+
+@pytest.mark.parametrize("flags", [GPT, LLAMA, LLAMA + " --qk-layernorm --add-qkv-bias"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (8, 4)])
+def test_counts_are_those_of_the_model_that_is_built(flags, tp, pp):
+    config = config_of(f"{flags} --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}", tp * pp)
+    axis = Axis("tp", rank=tp - 1, ranks=tuple(range(tp)))
+    cut = TensorParallel(axis, False, torch.float32, torch.device("meta"))
+    for stage, layers in enumerate(layer_ranges(config.model.num_layers, pp)):
+        sizes = config.data.vocab_size, config.padded_vocab_size
+        built = TransformerStage(config.model, *sizes, layers, stage == 0, stage == pp - 1, cut)
+        assert sum(param.numel() for param in built.parameters()) == sum(rank_parts(config, stage).values())
+
+
+def test_flops_by_hand():
+    config = config_of(LLAMA + " --ffn-hidden-size 96 --global-batch-size 4")
+    h, f, q, kv, s, layers, vp = 64, 96, 64, 16, 32, 4, 256
+    token = 6 * (layers * (3 * h * f + h * (q + 2 * kv) + q * h) + h * vp) + 6 * layers * q * s
+    assert flops_per_token(config) == token
+    assert flops_per_iteration(config) == 4 * s * token
+    wider = replace(config, model=replace(config.model, ffn_hidden_size=192))
+    assert flops_per_token(wider) - token == 6 * layers * 3 * h * 96
+    assert mfu(config, seconds_per_iteration=0.5, devices=2, peak_tflops=1e-3) == pytest.approx(4 * s * token / 1e9)
+
+
+def test_flops_agree_with_the_closed_form_of_gpt():
+    """72 B L s h^2 (1 + s / 12h + V / 12Lh), the causal form; Megatron's own count for GPT-3."""
+    config, _ = parse("--model gpt3-175b --micro-batch-size 1 --dry-run".split(), 1)
+    layers, h, s, v = 96, 12288, 2048, config.padded_vocab_size
+    closed = 72 * layers * s * h * h * (1 + s / (12 * h) + v / (12 * layers * h))
+    assert flops_per_iteration(config) == pytest.approx(closed, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.0),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
+        ("NVIDIA H200", "bfloat16", 989.0),
+        ("NVIDIA B200", "bfloat16", 2250.0),
+        ("Tesla V100-SXM2-16GB", "float16", 125.0),
+        ("NVIDIA L40S", "bfloat16", 362.0),
+        ("NVIDIA L4", "bfloat16", 121.0),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
+        ("NVIDIA A100-SXM4-40GB", "float32", 19.5),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16", None),
+        ("Something New 9000", "bfloat16", None),
+        ("NVIDIA H100 80GB HBM3", "float64", None),
+    ],
+)
+def test_peaks(name, dtype, peak):
+    assert device_peak_tflops(name, dtype) == peak
+
+
+@pytest.mark.parametrize(
+    ("flags", "together"),
+    [("--bf16", 18), ("", 16), ("--fp64", 32), ("--bf16 --optimizer sgd", 14), ("--optimizer sgd", 12)],
+)
+def test_state_bytes(flags, together):
+    assert sum(state_bytes(config_of(f"{GPT} {flags}"))) == together
+
+
+def activation(flags, tp=1):
+    """Bytes of a layer per s b h with flash attention, without norm statistics and log-sum-exp (fp32 per token)."""
+    config = config_of(f"{flags} --bf16 --tensor-model-parallel-size {tp}", tp)
+    tokens = 32 * 2
+    statistics = tokens * (16 if config.model.normalization == "LayerNorm" else 8)
+    statistics = statistics // tp if config.parallel.sequence_parallel else statistics
+    return (layer_activation_bytes(config, "flash") - statistics - tokens * 4 * 8 // tp) / (tokens * 64)
+
+
+def test_activations_are_the_published_formulas():
+    """Korthikanti et al. 2022, table 2, with flash attention, and 2 s b h for Q beside its scaled copy.
+
+    LLaMA: s b h (12 + 4 k/a) + 6 s b f, and s b h (2 + 2 k/a) for Q and K beside the turned ones (k = a/4, f = 2h).
+    """
+    assert activation(GPT) == 34 + 2
+    assert activation(GPT, tp=4) == 10 + (24 + 2) / 4
+    assert activation(GPT + " --sequence-parallel", tp=4) == (34 + 2) / 4
+    assert activation(LLAMA) == 12 + 1 + 6 * 2 + 2.5
+    assert activation(LLAMA + " --sequence-parallel", tp=2) == (12 + 1 + 6 * 2 + 2.5) / 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        GPT + " --hidden-dropout 0 --attention-dropout 0",
+        GPT,
+        GPT + " --qk-layernorm",
+        LLAMA,
+        LLAMA + " --bf16",
+        LLAMA + " --qk-layernorm",
+    ],
+)
+def test_activations_are_what_a_layer_keeps(flags):
+    """Against the tensors that autograd really saves (attention's own probabilities are not among them)."""
+    config = config_of(flags)
+    dtype, cpu = getattr(torch, config.precision.dtype_name), torch.device("cpu")
+    layer = TransformerLayer(0, config.model, TensorParallel(single().tp, False, dtype, cpu))
+    angles = cos_sin(config.model, torch.arange(32), dtype) if config.model.position_embedding_type == "rope" else None
+    ignored = {t.untyped_storage().data_ptr() for t in [*layer.parameters(), *(angles or ())]}
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x = torch.zeros(32, 2, 64, dtype=dtype, requires_grad=True)
+    key = DropoutKey(seed=0, iteration=0, microbatch=0, tp_rank=0) if config.model.hidden_dropout else None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _out = layer(x, angles, key)
+    measured = sum(t.untyped_storage().nbytes() for where, t in kept.items() if where not in ignored)
+    assert measured == layer_activation_bytes(config, "flash") - 64 * 8 * 4  # no log-sum-exp in this form
+
+
+def test_block_attention_holds_half_the_square():
+    config = config_of(GPT)  # dropout: probabilities and dropout factors of 8 heads x 2 samples, one block of 32 rows
+    extra = layer_activation_bytes(config) - layer_activation_bytes(config, "flash") + 64 * 8 * 4
+    assert extra == 2 * (8 * 2) * 32 * 32 * 4
+    assert KEEP_PROBABILITIES_UP_TO == attention.KEEP_PROBABILITIES_UP_TO
+    blocks = attention._blocks(1000, torch.bfloat16)
+    assert blocks[0] == (0, BLOCK_ROWS["bfloat16"])
+    assert attention._blocks(1000, torch.float32)[0] == (0, BLOCK_ROWS["float32"])
+
+
+def test_live_microbatches_come_from_the_schedule():
+    flags = GPT + " --pipeline-model-parallel-size 4 --global-batch-size 12"
+    assert live_microbatches(config_of(flags, 4)) == [4, 3, 2, 1]
+    assert live_microbatches(config_of(flags + " --pipeline-schedule gpipe", 4)) == [6, 6, 6, 6]
+    plan = stage_memory(config_of(flags, 4))
+    assert plan[1].activations == 3 * layer_activation_bytes(config_of(flags, 4))
+    assert plan[1].total == plan[1].parameters * 16 + plan[1].activations
+
+
+def test_report_is_complete_and_narrow():
+    flags = "--model llama2-70b --bf16 --micro-batch-size 1 --global-batch-size 64 --dry-run --world-size 64"
+    flags += " --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8"
+    config, problems = parse(flags.split(), 1)
+    assert problems == []
+    report = dry_run_report(config, config.grid)
+    assert max(map(len, report.splitlines())) <= 100
+    for text in ("grid: tp 8 x pp 8 x dp 1", "68,976,648,192", "18 bytes per parameter", "262,144 tokens", "1f1b"):
+        assert text in report
+
+
+def test_report_folds_stages_that_are_alike():
+    config = config_of(GPT.replace("--num-layers 4", "--num-layers 8") + " --pipeline-model-parallel-size 8"
+                       " --pipeline-schedule gpipe --global-batch-size 80", 8)  # fmt: skip
+    report = dry_run_report(config, config.grid)
+    assert "1..6" in report and "1..6 (1 each)" in report
+    assert "40 microbatches, of which the picture shows 8" in report
+
+
+def test_report_without_pipeline_has_no_schedule():
+    config = config_of(GPT)
+    assert "schedule 1f1b" not in dry_run_report(config, config.grid)
+
+
+def test_readable_numbers():
+    assert [size(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB"]
+    assert [count(n) for n in (12, 6738415616, 999_999)] == ["12 ", "6.74 G", "1 M"]
