@@ -54,7 +54,7 @@ def pretrain(config: Config, eod: int | None, started: float) -> None:
         tell(line)
     sinks = build_sinks(config, rank == 0, progress.wandb_id)
     try:
-        Run(trainer, splits, sinks, Interval(config, mesh, progress), progress, stop, tell).train()
+        Run(trainer, splits, sinks, Interval(config, mesh), progress, stop, tell).train()
     finally:
         sinks.close()
     launch.shutdown()

@@ -1,9 +1,9 @@
-"""Collectives between ranks of one host: shared memory and isend/irecv pairs (ours) against gloo's own.
+"""Collectives between ranks of one host: ours through shared memory and over gloo, against gloo's own.
 
     python benchmarks/collectives.py --ranks 2 --sizes 4K 256K 2M 64M --json collectives.json
 
 Medians in milliseconds of the slowest rank; the ways take turns within each round, so that a noisy neighbour meets all.
-Sizes are of the whole tensor: what is reduced, or what the gather gives.
+Sizes are of the whole tensor: what is reduced, what the gather gives, what goes round the ring.
 """
 
 import argparse
@@ -22,31 +22,44 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_lite.comm import collectives as comm  # noqa: E402
 from megatron_lite.comm.launch import keep_heap, run  # noqa: E402
 from megatron_lite.comm.mesh import Axis  # noqa: E402
+from megatron_lite.comm.p2p import KINDS, P2P  # noqa: E402
 from megatron_lite.comm.shared import SharedBoard  # noqa: E402
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-WAYS = ("shared", "pairs", "gloo")
-OPS = ("all_reduce", "reduce_scatter", "all_gather")
+WAYS = ("shared", "over_gloo", "gloo")
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "send_recv")
 
 
 def size_in_bytes(text: str) -> int:
     return int(text[:-1]) * UNITS[text[-1].upper()] if text[-1].upper() in UNITS else int(text)
 
 
-def calls(axis: Axis, pairs: Axis, size: int, dtype: torch.dtype) -> dict[tuple[str, str], Callable[[], object]]:
+def calls(
+    axis: Axis, pairs: Axis, links: tuple[P2P, P2P], size: int, dtype: torch.dtype
+) -> dict[tuple[str, str], Callable[[], object]]:
     """(op, way) -> a call on tensors of `size` bytes."""
     whole = torch.zeros(size // dtype.itemsize // axis.size * axis.size, dtype=dtype)  # sums summed again stay finite
     part = torch.zeros(whole.numel() // axis.size, dtype=dtype)
     found = {}
-    for way, over in (("shared", axis), ("pairs", pairs)):
-        if way == "pairs" or axis.board is not None:
+    for way, over, link in (("shared", axis, links[0]), ("over_gloo", pairs, links[1])):
+        if way == "over_gloo" or axis.board is not None:
             found["all_reduce", way] = lambda over=over: comm.all_reduce(whole, over)
             found["reduce_scatter", way] = lambda over=over: comm.reduce_scatter_into(part, whole, over)
+            found["send_recv", way] = lambda link=link: ring(link, whole)
             found["all_gather", way] = lambda over=over: comm.all_gather_into(whole, part, over)
     found["all_reduce", "gloo"] = lambda: dist.all_reduce(whole)
     found["reduce_scatter", "gloo"] = lambda: dist.reduce_scatter_tensor(part, whole)
     found["all_gather", "gloo"] = lambda: dist.all_gather_into_tensor(whole, part)
     return found
+
+
+def ring(links: P2P, whole: torch.Tensor) -> None:
+    """A pipeline message to the next rank and one from the previous."""
+    rank, size = links.axis.rank, links.axis.size
+    awaited = links.irecv(whole.shape, whole.dtype, (rank - 1) % size, KINDS[0], 0, 0)
+    links.send(whole, (rank + 1) % size, KINDS[0], 0, 0)
+    awaited.wait()
+    links.flush()
 
 
 def measure(rank: int, ranks: int, sizes: list[int], dtype: torch.dtype, seconds: float) -> dict[tuple, float]:
@@ -55,14 +68,15 @@ def measure(rank: int, ranks: int, sizes: list[int], dtype: torch.dtype, seconds
     members = tuple(range(ranks))
     axis = Axis("bench", rank, members, dist.group.WORLD, SharedBoard.connect(rank, ranks, dist.group.WORLD))
     pairs = Axis("bench", rank, members, dist.group.WORLD)
+    links = P2P(axis, torch.device("cpu")), P2P(pairs, torch.device("cpu"))
     medians = {}
     for size in sizes:
-        ways = calls(axis, pairs, size, dtype)
+        ways = calls(axis, pairs, links, size, dtype)
         rounds = max(5, min(200, int(seconds / (size / 1e9 + 0.0003) / len(ways))))
         times: dict[tuple[str, str], list[float]] = {key: [] for key in ways}
         for _ in range(rounds + 2):
             for key, call in ways.items():
-                comm.barrier(axis)
+                dist.barrier()
                 began = time.perf_counter()
                 call()
                 times[key].append(time.perf_counter() - began)

@@ -40,6 +40,7 @@ class Contender:
     dtypes: tuple[str, ...] = ("bf16", "fp32")
     compile: bool = False
     heap: bool = False
+    extra: bool = False  # slower than its sibling: run on request only
     options: dict = field(default_factory=dict)
 
     @property
@@ -60,13 +61,14 @@ def peers(splits: list[list[int]]) -> list[Contender]:
         Contender("transformers-compiled", "hf", "single", compile=True),
         Contender("litgpt", "lit", "single"),
         Contender("dtensor", "dtensor_tp", "tp"),
-        Contender("dtensor-masters", "dtensor_tp", "tp", bf16, options=masters),
+        Contender("dtensor-masters", "dtensor_tp", "tp", bf16, extra=True, options=masters),
         Contender("ddp", "ddp", "dp"),
     ]
     for split in splits:
         name = "1f1b-" + "+".join(map(str, split))
-        rows.append(Contender(name, "torch_pp", "pp", options={"split": split}))
-        rows.append(Contender(name + "-masters", "torch_pp", "pp", bf16, options={"split": split} | masters))
+        options = {"split": split}
+        rows.append(Contender(name, "torch_pp", "pp", options=options))
+        rows.append(Contender(name + "-masters", "torch_pp", "pp", bf16, extra=True, options=options | masters))
     return rows
 
 
@@ -75,11 +77,12 @@ def with_heap(contender: Contender) -> Contender:
     return replace(contender, name=contender.name + "+heap", heap=True)
 
 
-def block(group: str, dtype: str, splits: list[list[int]], compiled: bool, ours: bool) -> list[Contender]:
+def block(group: str, dtype: str, splits: list[list[int]], compiled: bool, extra: bool, ours: bool) -> list[Contender]:
     """The contenders of one block of the table: each peer twice, then ours, which gets the last split given."""
     rows = []
     for peer in peers(splits):
-        if peer.group == group and dtype in peer.dtypes and (compiled or not peer.compile):
+        wanted = (compiled or not peer.compile) and (extra or not peer.extra)
+        if peer.group == group and dtype in peer.dtypes and wanted:
             rows += [peer, with_heap(peer)]
     if ours:
         options = {"split": splits[-1]} if group == "pp" else {}

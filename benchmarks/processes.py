@@ -95,7 +95,7 @@ class Handle:
     def close(self) -> None:
         """End of input ends the workers; a worker that does not listen is killed."""
         for process in self.processes:
-            process.stdin.close()
+            process.stdin.close()  # closing twice is fine
         for process in self.processes:
             try:
                 process.wait(10)

@@ -37,6 +37,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="turns per contender")
     parser.add_argument("--contenders", nargs="+", default=["*"], help="names or patterns, such as 'plain*' ours")
     parser.add_argument("--compile", action="store_true", help="also the torch.compile variants (they start slowly)")
+    parser.add_argument("--extra", action="store_true", help="also variants known to be slower than their siblings")
     parser.add_argument("--pp-splits", nargs="+", default=["4+4", "5+3"], help="layers per pipeline stage")
     parser.add_argument("--skip-ours", action="store_true")
     parser.add_argument("--litgpt-python", default=sys.executable, help="interpreter that has LitGPT, if another one")
@@ -142,10 +143,11 @@ class Run:
 
     def block(self, group: str, dtype: str) -> None:
         """Run the contenders of one block and keep what they answered."""
+        args = self.args
         contenders = [
             c
-            for c in block(group, dtype, self.splits, self.args.compile, not self.args.skip_ours)
-            if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in self.args.contenders)
+            for c in block(group, dtype, self.splits, args.compile, args.extra, not args.skip_ours)
+            if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in args.contenders)
         ]
         if not contenders:
             return
@@ -163,13 +165,9 @@ class Run:
         )
 
     def start_all(self, contenders: list[Contender], dtype: str, failed: dict) -> dict[str, Handle]:
-        """Build everyone. Who cannot is left out with the reason; so is who would not fit into memory."""
+        """Build everyone. Who cannot is left out with the reason."""
         handles = {}
         for contender in contenders:
-            free = memory_mb("MemAvailable")
-            if free is not None and free < 3000:
-                failed[contender.name] = f"only {free:.0f} MB of memory free"
-                continue
             handle = self.start(contender, dtype)
             try:
                 handle.hear(180)
@@ -178,6 +176,13 @@ class Run:
                 failed[contender.name] = str(error)
                 handle.close()
         return handles
+
+    def warm_up(self, handle: Handle) -> dict:
+        """The untimed first step, if there is memory for it: all contenders of a block stay in memory together."""
+        free = memory_mb("MemAvailable")
+        if free is not None and free < 3000 * handle.spec.world:
+            raise ContenderError(f"only {free:.0f} MB of memory free")
+        return handle.run(1)
 
     def rounds(self, handles: dict[str, Handle], failed: dict) -> dict[str, list[dict]]:
         """An untimed first step each, then the rounds: the order rotates, and turns around every other round."""
@@ -188,11 +193,12 @@ class Run:
             names = names[shift:] + names[:shift]
             for name in names if turn % 2 == 0 else reversed(names):
                 try:
-                    answer = handles[name].run(self.args.steps if turn else 1)
+                    answer = handles[name].run(self.args.steps) if turn else self.warm_up(handles[name])
                     answers.setdefault(name, []).append(answer)
                 except ContenderError as error:
                     failed[name] = str(error)
                     answers.pop(name, None)
+                    handles[name].close()
                     continue
                 print(f"  {'round ' + str(turn) if turn else 'warm-up'}: {name} "
                       f"{answer['tokens'] / answer['seconds']:.0f} tok/s", file=sys.stderr, flush=True)  # fmt: skip

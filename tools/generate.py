@@ -58,7 +58,7 @@ def problems(arguments: argparse.Namespace) -> list[str]:
 
 
 def tokenizer_of(config: Config, moved_to: str | None) -> Tokenizer:
-    """The tokenizer of the training; made-up data has none, and its text is ids."""
+    """The tokenizer of the training. Made-up data has none: its text is ids, and no id ends it."""
     if config.data.tokenizer_type is None:
         return NullTokenizer(config.data.vocab_size)
     if moved_to is not None:
@@ -66,11 +66,12 @@ def tokenizer_of(config: Config, moved_to: str | None) -> Tokenizer:
     return build_tokenizer(*tokenizer_arguments(config))
 
 
-def end_of(tokenizer: Tokenizer) -> int | None:
+def end_of(tokenizer: Tokenizer, vocab_size: int) -> int | None:
+    """The id that ends a document; None where there is none, and text goes on to --max-new-tokens."""
     try:
-        return tokenizer.eod
+        return tokenizer.eod if tokenizer.eod < vocab_size else None
     except TokenizerError:
-        return None  # trained on text without ends: it goes on to --max-new-tokens
+        return None
 
 
 def text_from(arguments: argparse.Namespace) -> str:
@@ -78,7 +79,7 @@ def text_from(arguments: argparse.Namespace) -> str:
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config, chunks, iteration = load_model(arguments.load, arguments.iteration, device)
     tokenizer = tokenizer_of(config, arguments.tokenizer_model)
-    end = end_of(tokenizer)
+    end = end_of(tokenizer, config.data.vocab_size)
     count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
     print(f"iteration {iteration} of {arguments.load}: {count / 1e6:.1f} M parameters on {device}", file=sys.stderr)
     prompt = tokenizer.encode(arguments.prompt)

@@ -17,7 +17,7 @@ Dual pairs with autograd; each backward is its partner's forward:
     all_to_all_autograd       all-to-all           all-to-all           expert dispatch and return
 
 Which form runs: CUDA tensors take NCCL's own collectives; CPU tensors shared memory between ranks of one host
-(comm/exchanges.py) or isend/irecv pairs over gloo (comm/pairwise.py). On CPU sums are in rank order, half precision is
+(comm/exchanges.py) or gloo (comm/pairwise.py). On CPU sums are in rank order, half precision is
 accumulated in fp32 and rounded once, and both forms give every rank the same bits.
 All ranks of an axis start its operations in the same order. What `start_*` was given must not change before `wait()`.
 """
@@ -32,10 +32,9 @@ import torch.distributed as dist
 
 from megatron_lite.comm.exchanges import Shared
 from megatron_lite.comm.mesh import Axis
-from megatron_lite.comm.pairwise import Pairwise
+from megatron_lite.comm.pairwise import ALL_GATHER, Pairwise
 
-# torch 2.13 renamed these two; the old names warn there.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed this one; the old name warns there.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 NCCL_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

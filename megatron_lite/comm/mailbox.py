@@ -1,11 +1,11 @@
 """Tagged messages between ranks of one host through shared memory: what pipeline stages on CPU talk over (comm/p2p.py).
 
-Each rank owns a memory with, for every receiver, a count of messages posted and a ring of entries, and one heap:
+Each rank owns a memory with a count of messages posted and a ring of entries for every receiver, and one heap:
 
     posted[receiver]      entries[receiver][k % ENTRIES] = tag, place in the heap, bytes, taken?      heap
 
-A sender copies its tensor into the heap, fills an entry, raises the count, and goes on: it never waits for the receiver,
-so no order of sends and receives can deadlock. The receiver finds the entry by its tag, copies the bytes out, and marks
+A sender copies its tensor into the heap, fills an entry, raises the count, and goes on: it waits for nobody, so
+no order of sends and receives can deadlock. The receiver finds the entry by its tag, copies the bytes out, and marks
 the entry taken; the sender then uses the place again. The heap is sparse: only what is in flight costs memory.
 """
 
@@ -43,7 +43,7 @@ class Mailbox:
     def connect(cls, rank: int, size: int, group: dist.ProcessGroup) -> Mailbox | None:
         """Collective over `group`; None on all ranks where shared memory does not work."""
         everyone = tuple(range(size))
-        found = map_everyone(rank, [everyone], group, _table_bytes(size) + HEAP_BYTES)[everyone]
+        found = map_everyone(rank, {everyone: _table_bytes(size) + HEAP_BYTES}, group)[everyone]
         return found and cls(rank, *found, group_timeout(group))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:

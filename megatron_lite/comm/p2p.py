@@ -2,14 +2,15 @@
 
 Every message is known by (kind, chunk, microbatch), so that ranks which post in different orders still pair up right:
 
-    gloo     the triple is the message's tag; one group for all
-    NCCL     has no tags: messages of one communicator arrive in the order sent. So each kind has two communicators, for
-             messages to a higher and to a lower index; within each, sender and receiver must post in the same order
-             (schedules/check.py proves that of every schedule). A communicator that carried both ways between two ranks
-             could deadlock: each would wait for its own send to be received.
+    one host   through shared memory (comm/mailbox.py): the triple is the message's tag; a send is a copy, done at once
+    gloo       the same tag; one group for all
+    NCCL       has no tags: messages of one communicator arrive in the order sent. So each kind has two communicators,
+               for messages to a higher and to a lower index; within each, sender and receiver must post in the same
+               order (schedules/check.py proves that of every schedule). A communicator that carried both ways between
+               two ranks could deadlock: each would wait for its own send to be received.
 
-A sent tensor is let go as soon as it has left: `send` keeps it, NCCL sends are polled (`sweep`), gloo's, which cannot be
-asked, are waited for by a thread. `flush` returns when all have left.
+A sent tensor is let go as soon as it has left: `send` keeps it, NCCL sends are polled (`sweep`), gloo's, which cannot
+be asked, are waited for by a thread. `flush` returns when all have left.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from megatron_lite.comm.mailbox import Mailbox
 from megatron_lite.comm.mesh import Axis
 
 KINDS = ("activation", "gradient")
@@ -95,6 +97,20 @@ class ReceiveHandle:
         return self.tensor
 
 
+class MailHandle:
+    """A message awaited from the mailbox. `wait` returns its tensor, which has no memory before."""
+
+    def __init__(self, mailbox: Mailbox, shape: tuple[int, ...], dtype: torch.dtype, peer: int, tag: int):
+        self.mailbox, self.shape, self.dtype, self.peer, self.tag = mailbox, shape, dtype, peer, tag
+        self.tensor: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self.tensor is None:
+            self.tensor = torch.empty(self.shape, dtype=self.dtype)
+            self.mailbox.receive(self.tensor, self.peer, self.tag)
+        return self.tensor
+
+
 class P2P:
     """The links of one rank. `peer` is an index in the axis. Making one is collective over the axis."""
 
@@ -102,6 +118,9 @@ class P2P:
         self.axis, self.device = axis, device
         self.links: dict[tuple[str, bool], dist.ProcessGroup] = {}
         self.sends = Polled() if device.type == "cuda" else Reaped()
+        self.mailbox: Mailbox | None = None
+        if axis.size > 1 and device.type == "cpu" and axis.board is not None:
+            self.mailbox = Mailbox.connect(axis.rank, axis.size, axis.group)
         if axis.size > 1 and device.type == "cuda":
             for kind in KINDS:
                 for upward in (True, False):
@@ -124,11 +143,13 @@ class P2P:
 
     def send(self, tensor: torch.Tensor, peer: int, kind: str, chunk: int, microbatch: int) -> None:
         """Start sending; the tensor must not be written any more."""
-        flat = tensor.detach().contiguous()
+        flat, tag = tensor.detach().contiguous(), _tag(kind, chunk, microbatch)
+        if self.mailbox is not None:
+            self.mailbox.send(flat, peer, tag)
+            return
         if self.links:
             work = dist.isend(flat, group=self.links[kind, peer > self.axis.rank], group_dst=peer)
         else:
-            tag = _tag(kind, chunk, microbatch)
             work = dist.isend(_bytes(flat), group=self.axis.group, group_dst=peer, tag=tag)
         self.sends.add(work, flat)
 
@@ -142,10 +163,12 @@ class P2P:
 
     def irecv(
         self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, kind: str, chunk: int, microbatch: int
-    ) -> ReceiveHandle:
+    ) -> ReceiveHandle | MailHandle:
         """Start receiving a tensor of this shape; the handle's `wait` returns it."""
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
         tag = _tag(kind, chunk, microbatch)
+        if self.mailbox is not None:
+            return MailHandle(self.mailbox, shape, dtype, peer, tag)
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
         if self.links:
             link = self.links[kind, self.axis.rank > peer]
             return ReceiveHandle(dist.irecv(tensor, group=link, group_src=peer), tensor)

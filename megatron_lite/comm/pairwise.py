@@ -1,4 +1,7 @@
-"""The collectives over a gloo group, built from isend/irecv pairs: faster than gloo's own, summed in rank order.
+"""The collectives over a gloo group, summed in rank order. Two ways to move the parts, both deterministic:
+
+    small    gloo's own all-gather and all-to-all, then a local sum: fewest threads to wake
+    large    isend/irecv pairs, which move bytes two to four times as fast as gloo's own collectives
 
 Every message is sent as bytes, so any dtype travels. Each collective takes its own tag, the same on all ranks since all
 start the same collectives in the same order. Same interface and bit-equal results as comm/exchanges.py.
@@ -14,7 +17,17 @@ import torch.distributed as dist
 from megatron_lite.comm.exchanges import combine
 
 FIRST_TAG = 1 << 30  # below: pipeline messages (comm/p2p.py), which may use the same group
-DIRECT_BYTES = 1 << 17  # up to here an all-reduce of many ranks sends all to all: one latency instead of two
+SMALL_BYTES = 1 << 19
+# torch 2.13 renamed this one; the old name warns there.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _small(x: torch.Tensor) -> bool:
+    return x.numel() * x.element_size() <= SMALL_BYTES
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)
 
 
 class Pending:
@@ -60,15 +73,37 @@ class Pairwise:
                 works.append(dist.isend(part.view(torch.uint8), group=self.group, group_dst=peer, tag=tag))
         return Pending(works, keep, result, then)
 
+    def _gather(
+        self, out: torch.Tensor, flat: torch.Tensor, result: torch.Tensor, then: Callable | None = None
+    ) -> Pending:
+        """gloo's own: out [n, len] from everyone's flat [len]."""
+        return Pending(
+            [ALL_GATHER(_bytes(out), _bytes(flat), group=self.group, async_op=True)], [out, flat], result, then
+        )
+
+    def _turn(
+        self, out: torch.Tensor, parts: torch.Tensor, result: torch.Tensor, then: Callable | None = None
+    ) -> Pending:
+        """gloo's own: out [n, len], row p from rank p; parts [n, len], row p to rank p."""
+        work = dist.all_to_all_single(_bytes(out), _bytes(parts), group=self.group, async_op=True)
+        return Pending([work], [out, parts], result, then)
+
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Pending:
         parts, flat = out.view(self.size, -1), x.view(-1)
-        if parts[self.rank].data_ptr() != x.data_ptr():
-            parts[self.rank].copy_(flat)
+        mine = parts[self.rank]
+        if _small(out):
+            sent = flat.clone() if mine.data_ptr() == x.data_ptr() else flat
+            return self._gather(parts, sent, out)
+        if mine.data_ptr() != x.data_ptr():
+            mine.copy_(flat)
         return self._exchange(lambda p: flat, lambda p: parts[p], out)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> Pending:
-        mine, flat = x.view(self.size, -1), out.view(-1)
-        return self._reduce_scatter(list(mine), flat, "sum", out)
+        parts, flat = x.view(self.size, -1), out.view(-1)
+        if _small(x):
+            arrived = torch.empty_like(parts)
+            return self._turn(arrived, parts, out, lambda: combine(list(arrived), flat))
+        return self._reduce_scatter(list(parts), flat, "sum", out)
 
     def _reduce_scatter(self, parts: list[torch.Tensor], flat: torch.Tensor, op: str, result: torch.Tensor) -> Pending:
         """flat = my part summed over ranks; parts[q] is what this rank adds to rank q's."""
@@ -77,7 +112,10 @@ class Pairwise:
 
     def all_reduce(self, out: torch.Tensor, x: torch.Tensor, op: str) -> Pending:
         flat, target = x.view(-1), out.view(-1)
-        if self.size == 2 or flat.numel() * flat.element_size() <= DIRECT_BYTES:
+        if _small(x):
+            everyone = flat.new_empty(self.size, flat.numel())
+            return self._gather(everyone, flat, out, lambda: combine(list(everyone), target, op))
+        if self.size == 2:
             arrived = [flat if r == self.rank else torch.empty_like(flat) for r in range(self.size)]
             return self._exchange(lambda p: flat, lambda p: arrived[p], out, lambda: combine(arrived, target, op))
         length = -(-flat.numel() // self.size)
@@ -98,6 +136,8 @@ class Pairwise:
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> Pending:
         parts, places = x.view(self.size, -1), out.view(self.size, -1)
+        if _small(x):
+            return self._turn(places, parts, out)
         places[self.rank].copy_(parts[self.rank])
         return self._exchange(lambda p: parts[p], lambda p: places[p], out)
 

@@ -33,6 +33,7 @@ import torch.distributed as dist
 HEADER = 4096
 PUBLISHED, CONSUMED, TOKEN = 0, 8, 16  # indices of 8-byte words in the header, a cache line apart
 SLOTS, SLOT_BYTES = 4, 1 << 20  # few and small: a slot is read while it is still in the cache
+SLOT_BYTES_MANY = 4 << 20  # three and more ranks: fewer messages, since each waits until all have had a core
 SPINS = 100
 YIELD_SECONDS = 0.0005
 SLEEP_SECONDS = 0.00005
@@ -78,7 +79,7 @@ class SharedBoard:
 
     @classmethod
     def connect(
-        cls, rank: int, size: int, group: dist.ProcessGroup, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES
+        cls, rank: int, size: int, group: dist.ProcessGroup, slots: int = SLOTS, slot_bytes: int | None = None
     ) -> SharedBoard | None:
         """Collective over `group`: a board, or None on every rank if any rank cannot map every other's memory."""
         everyone = tuple(range(size))
@@ -91,14 +92,13 @@ class SharedBoard:
         memberships: list[tuple[int, ...]],
         group: dist.ProcessGroup,
         slots: int = SLOTS,
-        slot_bytes: int = SLOT_BYTES,
+        slot_bytes: int | None = None,
     ) -> dict[tuple[int, ...], SharedBoard | None]:
         """A board, or None, for each of the sets of ranks of `group` that this rank is in. Collective over `group`."""
-        mapped = map_everyone(rank, memberships, group, HEADER + slots * slot_bytes)
+        room = {r: slot_bytes or (SLOT_BYTES if len(r) == 2 else SLOT_BYTES_MANY) for r in memberships}
+        mapped = map_everyone(rank, {r: HEADER + slots * room[r] for r in memberships}, group)
         limit = group_timeout(group)
-        return {
-            ranks: found and cls(ranks.index(rank), *found, slots, slot_bytes, limit) for ranks, found in mapped.items()
-        }
+        return {r: found and cls(r.index(rank), *found, slots, room[r], limit) for r, found in mapped.items()}
 
     def slot(self, rank: int, index: int, dtype: torch.dtype) -> torch.Tensor:
         """Slot `index` of a rank as a flat tensor of `dtype`."""
@@ -170,7 +170,7 @@ class SharedBoard:
 def wait_until(
     ready: Callable[[], bool], late: Callable[[], list[int]], rank: int, pids: list[int], timeout: float
 ) -> None:
-    """Give the core away until `ready()`; an error that names `late()`, the ranks missed, if they end or take too long."""
+    """Give the core away until `ready()`; if the ranks missed, `late()`, have ended or take too long, an error."""
     began = looked = time.monotonic()
     while not ready():
         now = time.monotonic()
@@ -189,13 +189,13 @@ def wait_until(
 
 
 def map_everyone(
-    rank: int, memberships: list[tuple[int, ...]], group: dist.ProcessGroup, length: int
+    rank: int, lengths: dict[tuple[int, ...], int], group: dist.ProcessGroup
 ) -> dict[tuple[int, ...], tuple[list[mmap.mmap], list[int]] | None]:
-    """For each set of ranks: the memory, `length` bytes, and process id of every rank in it; or None on all of them.
+    """For each set of ranks: the memory, of this length, and process id of every rank in it; or None on all of them.
 
     Collective over `group`, whose ranks may be in different sets.
     """
-    made = {ranks: _offer(length) for ranks in memberships}
+    made = {ranks: _offer(length) for ranks, length in lengths.items()}
     offers: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(offers, {ranks: offer for ranks, (_, _, offer) in made.items()}, group=group)
     opened = {

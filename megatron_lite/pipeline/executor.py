@@ -130,6 +130,7 @@ class Executor:
         if not chunk.first:
             self._give("gradient", action, x.grad, run)
 
+    @torch.no_grad()
     def _weight_grads(self, action: Action, run: _Run) -> None:
         for param, add in run.queued.pop((action.chunk, action.microbatch)):
             add_now(param, add)

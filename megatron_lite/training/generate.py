@@ -111,7 +111,7 @@ def probabilities(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
     # Less the largest first: a tiny temperature then gives -inf beside a 0, never inf - inf.
     scores = logits.double().cpu()
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature
-    ordered, order = scores.sort(-1, descending=True, stable=True)  # equal ones: the lower id first
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)  # equal ones: the lower id first
     if top_k > 0:
         ordered[:, top_k:] = float("-inf")
     chances = torch.softmax(ordered, -1)

@@ -277,7 +277,7 @@ class WandbSink:
         os.makedirs(directory, exist_ok=True)  # W&B would take a temporary folder instead, and say so in passing
         options = {"project": project, "name": name, "entity": entity, "dir": directory,
                    "config": without_secrets(config),
-                   "settings": {"init_timeout": 60.0, "login_timeout": 60}}  # fmt: skip
+                   "settings": {"init_timeout": 30.0, "login_timeout": 30}}  # fmt: skip
         if run_id is not None:
             options |= {"id": run_id, "resume": "allow"}
         try:

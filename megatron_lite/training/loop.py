@@ -10,6 +10,8 @@ import torch
 from megatron_lite.comm import collectives as comm
 from megatron_lite.config import Config
 from megatron_lite.data.loader import BatchLoader
+from megatron_lite.errors import ReportedError
+from megatron_lite.optim.clip import square_sum
 from megatron_lite.training.data import Splits, build_loader
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.logging import Interval, Sinks, evaluation_lines, log_line
@@ -17,6 +19,13 @@ from megatron_lite.training.setup import Trainer
 from megatron_lite.training.signals import StopSignal
 from megatron_lite.training.state import Progress, save
 from megatron_lite.training.step import train_step
+
+
+MAX_SKIPS = 10  # steps without an update in a row: NaN weights do not heal
+
+
+class TrainingError(ReportedError):
+    """The run cannot go on."""
 
 
 class Run:
@@ -62,9 +71,18 @@ class Run:
         self.interval.add(report, seconds, loader.take_wait_seconds())
         every = self.config.logging.log_interval
         if self.progress.iteration % every == 0 or self.progress.iteration in (1, self.config.train.train_iters):
-            metrics = self.interval.metrics(self.progress.iteration, self.progress.consumed_samples)
+            norm = self._params_norm() if self.config.logging.log_params_norm else None
+            metrics = self.interval.metrics(self.progress.iteration, self.progress.consumed_samples, norm)
             self.say(log_line(metrics))
             self.sinks.write_metrics(metrics)
+        if self.interval.skipped_in_a_row >= MAX_SKIPS:
+            raise TrainingError(
+                f"iterations {iteration + 2 - MAX_SKIPS} to {iteration + 1} had no finite gradient (last loss {report.loss}, "
+                f"norm {report.grad_norm}): stopping without saving; the last checkpoint is untouched. A smaller --lr, or "
+                "--clip-grad, may help")
+
+    def _params_norm(self) -> float:
+        return float(square_sum(self.trainer.engine.buckets, "param", self.trainer.mesh.tp_pp).sqrt())
 
     def _evaluate_if_due(self) -> None:
         every = self.config.train.eval_interval
@@ -95,6 +113,9 @@ class Run:
 
     def _save(self) -> None:
         if self.config.checkpoint.save is None or self.saved_iteration == self.progress.iteration:
+            return
+        if self.interval.skipped_in_a_row:
+            self.say(f"iteration {self.progress.iteration} is not saved: its gradient was not finite")
             return
         started = time.perf_counter()
         folder = save(self.trainer, self.progress)

@@ -83,16 +83,21 @@ def copies_agree(trainer):
 def run_layout(rank, world, config, steps, shared_memory=True):
     """`steps` training steps of one rank; picklable, so it runs in the worker pool."""
     mesh = build_mesh(grid_of(config, world), torch.device("cpu"), shared_memory)
-    trainer = build_trainer(config, mesh)
-    losses, norms, grads, waits = [], [], None, []
-    for step in range(steps):
-        report = train_step(trainer, local_batches(config, mesh, step), step, step * GLOBAL_BATCH)
+    return run_steps(build_trainer(config, mesh), range(steps))
+
+
+def run_steps(trainer, steps):
+    """What this rank has to show for some steps: losses, norms, gradients of the first and parameters after the last."""
+    losses, norms, grads, peaks = [], [], [], []
+    for step in steps:
+        report = train_step(trainer, local_batches(trainer.config, trainer.mesh, step), step, step * GLOBAL_BATCH)
         losses.append(report.loss)
         norms.append(report.grad_norm)
-        grads = grads or (pieces(trainer, "grad") if mesh.dp.rank == 0 else [])
-        waits.append(report.result.peak_live)
-    params = pieces(trainer, "param") if mesh.dp.rank == 0 else []
-    return {"losses": losses, "norms": norms, "grads": grads, "params": params, "shared": copies_agree(trainer), "peak": waits}
+        if not peaks and trainer.mesh.dp.rank == 0:  # the other replicas hold the same
+            grads = pieces(trainer, "grad")
+        peaks.append(report.result.peak_live)
+    params = pieces(trainer, "param") if trainer.mesh.dp.rank == 0 else []
+    return {"losses": losses, "norms": norms, "grads": grads, "params": params, "shared": copies_agree(trainer), "peak": peaks}
 
 
 def assemble(parts):
@@ -112,9 +117,12 @@ def assemble(parts):
 def run_everywhere(pool, config, world, steps=5, shared_memory=True):
     """The run of all ranks merged: losses, norms, gradients of step 0, parameters at the end, by canonical name."""
     if world == 1:
-        results = [run_layout(0, 1, config, steps)]
-    else:
-        results = pool.run(run_layout, world, world, config, steps, shared_memory)
+        return merge([run_layout(0, 1, config, steps)])
+    return merge(pool.run(run_layout, world, world, config, steps, shared_memory))
+
+
+def merge(results):
+    """One run out of its ranks' results, after making sure that they agree where they must."""
     for result in results[1:]:
         assert result["losses"] == results[0]["losses"] and result["norms"] == results[0]["norms"], "ranks disagree"
     shared = {}
@@ -126,7 +134,7 @@ def run_everywhere(pool, config, world, steps=5, shared_memory=True):
         "norms": results[0]["norms"],
         "grads": assemble(p for r in results for p in r["grads"]),
         "params": assemble(p for r in results for p in r["params"]),
-        "peak": [r["peak"][0] for r in results],
+        "peak": [r["peak"][0] for r in results if r["peak"]],
     }
 
 

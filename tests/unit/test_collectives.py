@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.comm import collectives as comm
+from megatron_lite.comm import pairwise
+from megatron_lite.comm.mailbox import ENTRIES, Mailbox
 from megatron_lite.comm.mesh import SPANS, Axis, build_mesh, single
-from megatron_lite.comm.p2p import P2P
+from megatron_lite.comm.p2p import KINDS, P2P
 from megatron_lite.comm.shared import SharedBoard
 from megatron_lite.grid import Grid
 
@@ -22,7 +24,11 @@ DUALS = ["copy_to", "reduce_from", "gather_sequence", "reduce_scatter_sequence",
 
 
 def axes(rank, size, slots=4, slot_bytes=1024):
-    """The world as an axis, over shared memory with slots so small that everything goes in pieces, and over gloo."""
+    """The world as an axis, over shared memory with slots so small that everything goes in pieces, and over gloo.
+
+    Over gloo, 512 bytes count as large, so that both of its ways are taken.
+    """
+    pairwise.SMALL_BYTES = 512
     board = SharedBoard.connect(rank, size, dist.group.WORLD, slots, slot_bytes)
     assert board is not None
     ranks = tuple(range(size))
@@ -275,7 +281,7 @@ def late_rank(rank, size):
     board.timeout = 1.5
     axis = Axis("dp", rank, tuple(range(size)), dist.group.WORLD, board)
     if rank == 0:
-        with pytest.raises(TimeoutError, match=r"rank 0 of 3 waited 2 s for ranks \[2\] of its axis"):
+        with pytest.raises(TimeoutError, match=r"rank 0 of 3 waited 1.5 s for ranks \[2\] of its axis"):
             comm.all_reduce(torch.ones(2), axis)
     elif rank == 1:
         comm.start_all_reduce(torch.ones(2), axis)
@@ -288,24 +294,45 @@ def test_a_rank_that_does_not_come_is_named(pool):
 
 def pipeline_messages(rank, size):
     """Neighbours post messages of both kinds and several chunks in different orders; each arrives where it belongs."""
-    axis = axes(rank, size)[0]
-    links = P2P(axis, torch.device("cpu"))
-    names = list(itertools.product(("forward", "backward"), (0, 1), (0, 1, 2)))
+    names = list(itertools.product(KINDS, (0, 1), (0, 1, 2)))
 
     def content(source, kind, chunk, microbatch):
-        return torch.full((4, 3), 100 * source + 10 * chunk + microbatch + (0.5 if kind == "forward" else 0)).bfloat16()
+        return torch.full((4, 3), 100 * source + 10 * chunk + microbatch + (0.5 if kind == KINDS[0] else 0)).bfloat16()
 
-    for peer in {(rank - 1) % size, (rank + 1) % size}:
+    every_link = [P2P(axis, torch.device("cpu")) for axis in axes(rank, size)]
+    assert [links.mailbox is not None for links in every_link] == [True, False]
+    for links, peer in itertools.product(every_link, sorted({(rank - 1) % size, (rank + 1) % size})):
         awaited = {n: links.irecv((4, 3), torch.bfloat16, peer, *n) for n in sorted(names, reverse=rank % 2 == 0)}
-        sent = [links.isend(content(rank, *n), peer, *n) for n in sorted(names, key=lambda n: n[::-1])]
+        for name in sorted(names, key=lambda n: n[::-1]):
+            links.send(content(rank, *name), peer, *name)
+            links.sweep()
         for name, handle in awaited.items():
             assert torch.equal(handle.wait(), content(peer, *name)), name
             assert torch.equal(handle.wait(), content(peer, *name))
-        for handle in sent:
-            handle.wait()
-            assert handle.tensor is None
-    with pytest.raises(ValueError, match="chunk 256"):
-        links.isend(torch.ones(1), 0, "forward", 256, 0)
+        links.flush()
+        with pytest.raises(ValueError, match="chunk 256"):
+            links.send(torch.ones(1), 0, KINDS[0], 256, 0)
+
+
+def mail(rank, size):
+    """More messages than a ring has entries, of several lengths, both ways; places in the heap are used again."""
+    box = Mailbox.connect(rank, size, dist.group.WORLD)
+    for number in range(ENTRIES + 300):
+        box.send(torch.full((number % 3 * 1000,), number), 1 - rank, number)
+        if number >= 5:
+            tensor = torch.empty((number - 5) % 3 * 1000, dtype=torch.int64)
+            box.receive(tensor, 1 - rank, number - 5)
+            assert (tensor == number - 5).all()
+    assert box.top < 60 * 4096 * 4
+    dist.barrier()
+    box.send(torch.ones(2), 1 - rank, 7)
+    with pytest.raises(ValueError, match="awaits 4 bytes, rank . sent 8 with tag 7"):
+        box.receive(torch.ones(1), 1 - rank, 7)
+    dist.barrier()
+
+
+def test_a_mailbox_goes_round(pool):
+    pool.run(mail, 2, 2)
 
 
 def test_pipeline_messages_are_paired_by_name(pool):
