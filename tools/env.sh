@@ -4,7 +4,7 @@
 
 if [ -z "${PYTHON:-}" ]; then
     PYTHON="$(
-        here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+        here="$(cd "${BASH_SOURCE[0]%/*}" && pwd)"
         for name in python3 python python3.13 python3.12 python3.11 python3.10; do
             if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
                 exec "$name" "$here/setup_env.py"

@@ -21,7 +21,7 @@ from torch import nn
 from megatron_lite.comm.mesh import Axis
 from megatron_lite.config import ModelConfig
 from megatron_lite.models.norm import NORMS
-from megatron_lite.models.rope import apply_rope
+from megatron_lite.models.rope import Rope, contiguous_like
 from megatron_lite.parallel.shard import Box, Init
 from megatron_lite.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from megatron_lite.rng import SHARDED, DropoutKey
@@ -64,18 +64,14 @@ def head_first(x: torch.Tensor) -> torch.Tensor:
     return torch.empty((b, k, s, g, d), dtype=x.dtype, device=x.device).permute(2, 0, 1, 3, 4)
 
 
-def sequence_first(x: torch.Tensor) -> torch.Tensor:
-    """New contiguous memory for x [s, b, k, g, d], which SDPA on CUDA reads without a copy."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 class _BlockCausal(torch.autograd.Function):
     """q [s, b, k, g, d] (already scaled), k and v [s, b, k, 1, d] -> [s, b, k, g, d]"""
 
     @staticmethod
     def forward(ctx, q, k, v, p: float, generator: torch.Generator | None):
         s, b, groups, per_group, d = q.shape
-        q, k, v = (x.permute(1, 2, 0, 3, 4).reshape(b * groups, -1, d) for x in (q, k, v))  # [b k, s g, d], [b k, s, d]
+        # [b k, s g, d] and [b k, s, d]; no copy where rope laid them out so, and never a view that keeps all of QKV alive
+        q, k, v = (x.permute(1, 2, 0, 3, 4).reshape(b * groups, -1, d).contiguous() for x in (q, k, v))
         out = torch.empty((s, b, groups, per_group, d), dtype=q.dtype, device=q.device)
         by_head = out.permute(1, 2, 0, 3, 4)  # [b, k, s, g, d]
         keep_all = s <= KEEP_PROBABILITIES_UP_TO and ctx.needs_input_grad[0]
@@ -130,9 +126,8 @@ def _blocks(s: int, dtype: torch.dtype) -> list[tuple[int, int]]:
 def _probabilities(q: torch.Tensor, k: torch.Tensor, begin: int, end: int, per_group: int) -> torch.Tensor:
     """softmax(q k^T) of query rows begin..end against keys 0..end.   -> [b k, (end - begin) g, end]"""
     scores = torch.bmm(q[:, begin * per_group : end * per_group], k[:, :end].transpose(1, 2))
-    future = torch.ones((end - begin, end - begin), dtype=torch.bool, device=q.device).triu_(1)
-    future = future.repeat_interleave(per_group, 0)  # row (i, g) sees keys 0..i
-    scores[:, :, begin:end].masked_fill_(future, float("-inf"))
+    future = torch.full((end - begin, end - begin), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
+    scores[:, :, begin:end] += future.repeat_interleave(per_group, 0)  # row (i, g) sees keys 0..i
     return torch.softmax(scores, -1)
 
 
@@ -181,7 +176,7 @@ class SelfAttention(nn.Module):
             self.k_norm = norm(f"{name}.k_norm", model.head_dim, model.norm_epsilon, tp, partial=True)
         self.o_proj = RowParallelLinear(f"{name}.o_proj", model.num_attention_heads * model.head_dim, model.hidden_size,
                                         output_init, tp, not model.disable_bias_linear)  # fmt: skip
-        self.rope = apply_rope
+        self.rope = Rope(model.rotary_interleaved)
 
     def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None, key: DropoutKey | None):
         per_group, d = self.heads // self.groups, self.model.head_dim
@@ -194,9 +189,8 @@ class SelfAttention(nn.Module):
         if angles is None:
             q = q * scale
         else:
-            new = sequence_first if q.is_cuda else head_first
-            q = self.rope(q, *angles, scale, self.model.rotary_interleaved, new)
-            k = self.rope(k, *angles, 1.0, self.model.rotary_interleaved, new)
+            new = contiguous_like if q.is_cuda else head_first  # the layout that the core reads without a copy
+            q, k = self.rope(q, angles, scale, new), self.rope(k, angles, 1.0, new)
         generator = None
         if key is not None and self.model.attention_dropout > 0:
             generator = key.generator(x.device, self.layer, "attention", SHARDED)

@@ -13,7 +13,7 @@ from megatron_lite.parallel.tensor import ColumnParallelLinear, RowParallelLinea
 def swiglu_forward(gate_up: torch.Tensor) -> torch.Tensor:
     """[..., 2f] -> [..., f]:  silu(gate) * up"""
     gate, up = gate_up.chunk(2, -1)
-    return nn.functional.silu(gate) * up
+    return nn.functional.silu(gate).mul_(up)
 
 
 def swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
@@ -21,8 +21,10 @@ def swiglu_backward(dy: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     out = torch.empty_like(gate_up)
     d_gate, d_up = out.chunk(2, -1)
-    torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
-    torch.mul(dy, nn.functional.silu(gate), out=d_up)
+    torch.ops.aten.silu.out(gate, out=d_up)  # both halves are worked out in place: no temporaries of their size
+    d_up.mul_(dy)
+    torch.mul(dy, up, out=d_gate)
+    torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
     return out
 
 

@@ -6,10 +6,13 @@ Angles are computed in fp32 whatever the model's dtype, as Hugging Face does, so
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from megatron_lite.config import ModelConfig
+
+NewLike = Callable[[torch.Tensor], torch.Tensor]  # makes memory for a tensor of the same shape, in some layout
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
@@ -42,21 +45,22 @@ def cos_sin(model: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> 
     return angles.cos().to(exact), angles.sin().to(exact)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, interleaved: bool,
-           out: torch.Tensor) -> torch.Tensor:  # fmt: skip
-    """Turn x [s, ..., d] by the angles [s, rot/2] and multiply it by `scale`, into `out`, which may have another layout.
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, interleaved: bool, new: NewLike) -> torch.Tensor:
+    """Turn x [s, ..., d] by the angles [s, rot/2] and multiply it by `scale`, into memory of the layout that `new` makes.
 
     Only the first rot channels turn. Pairs are (i, i + rot/2), or (2i, 2i + 1) when interleaved.
     """
     half = cos.shape[-1]
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (half,)
     cos, sin = (cos * scale).view(shape), (sin * scale).view(shape)
-    first, second = _pairs(x, half, interleaved)
-    out_first, out_second = _pairs(out, half, interleaved)
-    out_first.copy_(torch.addcmul(first * cos, second, sin, value=-1))
-    out_second.copy_(torch.addcmul(second * cos, first, sin))
+    out = new(x)
+    out.copy_(x)  # first, so that the arithmetic runs in the new layout
+    first, second = _pairs(out, half, interleaved)
+    turned_first = torch.addcmul(first * cos, second, sin, value=-1)
+    second.copy_(torch.addcmul(second * cos, first, sin))
+    first.copy_(turned_first)
     if 2 * half < x.shape[-1]:
-        torch.mul(x[..., 2 * half :], scale, out=out[..., 2 * half :])
+        out[..., 2 * half :].mul_(scale)
     return out
 
 
@@ -66,23 +70,33 @@ def _pairs(x: torch.Tensor, half: int, interleaved: bool) -> tuple[torch.Tensor,
     return x[..., :half], x[..., half : 2 * half]
 
 
+def contiguous_like(x: torch.Tensor) -> torch.Tensor:
+    """New memory for a tensor of x's shape, in the order of its dims."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 class _Rope(torch.autograd.Function):
+    """Nothing is kept but the angles: the backward turns by their negative."""
+
     @staticmethod
-    def forward(ctx, x, cos, sin, scale: float, interleaved: bool, new):
+    def forward(ctx, x, cos, sin, scale: float, interleaved: bool, new: NewLike, kernel):
         ctx.save_for_backward(cos, sin)
-        ctx.scale, ctx.interleaved = scale, interleaved
-        return rotate(x, cos, sin, scale, interleaved, new(x))
+        ctx.scale, ctx.interleaved, ctx.kernel = scale, interleaved, kernel
+        return kernel(x, cos, sin, scale, interleaved, new)
 
     @staticmethod
     def backward(ctx, dy):
         cos, sin = ctx.saved_tensors
-        out = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
-        return rotate(dy, cos, -sin, ctx.scale, ctx.interleaved, out), None, None, None, None, None
+        dx = ctx.kernel(dy, cos, -sin, ctx.scale, ctx.interleaved, contiguous_like)
+        return dx, None, None, None, None, None, None
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, interleaved: bool, new) -> torch.Tensor:
-    """scale x turned x, [s, ..., d] -> the same shape in memory made by `new(x)`.
+class Rope:
+    """scale x turned x, [s, ..., d] -> the same shape. `kernel` is replaced by its compiled form under --compile."""
 
-    Nothing is kept but the angles: the backward turns by their negative.
-    """
-    return _Rope.apply(x, cos, sin, scale, interleaved, new)
+    def __init__(self, interleaved: bool):
+        self.interleaved = interleaved
+        self.kernel = rotate
+
+    def __call__(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], scale: float, new: NewLike) -> torch.Tensor:
+        return _Rope.apply(x, *angles, scale, self.interleaved, new, self.kernel)

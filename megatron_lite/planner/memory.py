@@ -12,14 +12,14 @@ heads, f MLP width. What backward needs is kept: inputs of norms and linears, Q 
 intermediate values. /t: cut over tp.
 
     held by every tp rank       e s b 4h + norm statistics + s b 2h dropout masks; all over t with sequence parallelism
-    cut over tp                 e s b (3ad + 2kd + 2f) / t: fused QKV, scaled Q, attention's output, both sides of GELU
-                                with RoPE kd more, the turned K; with SwiGLU 3f: gate, up, product
+    cut over tp                 e s b (2ad + 2kd + 2f) / t: Q, K, V, attention's output, both sides of GELU
+                                with SwiGLU 3f: gate, up, product; with q/k norms ad + 2kd more, their inputs
     attention, cut over tp      flash: log-sum-exp, 4 a s b / t
                                 block-causal (CPU, and wherever attention has dropout): the lower half of the s x s
                                 probabilities up to 2048 tokens, and of the dropout factors, e each
 
 At e = 2, f = 4h, GELU and dropout these are the formulas of Korthikanti et al. 2022 with flash attention, s b h 34 for
-one rank, s b h (10 + 24 / t) with tp, s b h 34 / t with sequence parallelism, and 2 s b h / t more for the scaled Q.
+one rank, s b h (10 + 24 / t) with tp, s b h 34 / t with sequence parallelism.
 First stage: the mask of the embedding's dropout. Last stage: inputs of the final norm and of the output layer, and the
 logits (their gradient takes their place). All of it times the microbatches that the schedule keeps alive on that stage.
 Left out: work space within one operation.
@@ -82,13 +82,11 @@ def layer_activation_bytes(config: Config, core: str | None = None) -> int:
     if config.parallel.sequence_parallel:
         whole //= tp
     heads, kv_heads = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
-    fused = heads + 2 * kv_heads  # V is a view of the fused QKV, which stays alive whole
-    turned = heads + kv_heads if model.position_embedding_type == "rope" else heads  # scaled and turned copies of Q, K
-    attention = (fused + turned + heads) * model.head_dim
+    fused = heads + 2 * kv_heads  # the core keeps Q, K and V of its own; the QKV linear's output goes, but for q/k norms
+    attention = (fused + heads + (fused if model.qk_layernorm else 0)) * model.head_dim
     kept = e * (attention + (3 if model.swiglu else 2) * model.ffn_hidden_size // tp)
     if model.qk_layernorm:
         kept += _norm_bytes(config) * (heads + kv_heads)
-        kept += e * kv_heads * model.head_dim if model.position_embedding_type != "rope" else 0
     return whole + tokens * (kept + heads * _attention_bytes(config, core or attention_core(config)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -20,7 +21,8 @@ from megatron_lite.training.signals import StopSignal
 from megatron_lite.training.state import Progress, save
 from megatron_lite.training.step import train_step
 
-
+# What the transports say when the process at the other end has ended (shared memory, gloo, NCCL).
+PEER_GONE = ("processes have ended", "closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 MAX_SKIPS = 10  # steps without an update in a row: NaN weights do not heal
 
 
@@ -44,6 +46,16 @@ class Run:
 
     def train(self) -> None:
         """Train from where the progress stands to the end, or until something says stop; then save."""
+        try:
+            self._train()
+        except RuntimeError as error:
+            if not any(text in str(error) for text in PEER_GONE):
+                raise
+            saved = f"saved last: iteration {self.saved_iteration}" if self.saved_iteration else "nothing was saved yet"
+            raise TrainingError(f"after iteration {self.progress.iteration}: another rank is gone, and has said why unless "
+                                f"the system killed it; {saved}") from error  # fmt: skip
+
+    def _train(self) -> None:
         loader = build_loader(self.config, self.trainer.mesh, self.splits, self.splits.train, self.progress.consumed_samples)
         try:
             reason = None
@@ -114,8 +126,8 @@ class Run:
     def _save(self) -> None:
         if self.config.checkpoint.save is None or self.saved_iteration == self.progress.iteration:
             return
-        if self.interval.skipped_in_a_row:
-            self.say(f"iteration {self.progress.iteration} is not saved: its gradient was not finite")
+        if self.interval.skipped_in_a_row or not math.isfinite(self._params_norm()):
+            self.say(f"iteration {self.progress.iteration} is not saved: its gradient or its weights are not finite")
             return
         started = time.perf_counter()
         folder = save(self.trainer, self.progress)

@@ -10,6 +10,7 @@ from megatron_lite.comm.mesh import Mesh
 from megatron_lite.comm.p2p import P2P
 from megatron_lite.config import Config
 from megatron_lite.grid import Grid
+from megatron_lite.models.compiled import compile_elementwise
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.ddp import GradientEngine
@@ -51,6 +52,9 @@ def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     model, train, name = config.model, config.train, config.parallel.pipeline_schedule
     placement = schedule_placement(name, mesh.pp.size, 1)
     chunks = [chunk.initialise(train.seed) for chunk in build_chunks(config, mesh, placement)]
+    if train.compile:
+        for chunk in chunks:
+            compile_elementwise(chunk)
     engine = GradientEngine(chunks, mesh.dp_cp, mesh.tp, mesh.embedding, not config.parallel.no_overlap_grad_reduce,
                             config.parallel.ddp_bucket_size)  # fmt: skip
     optimizer = Optimizer(engine.buckets, config.optimizer)

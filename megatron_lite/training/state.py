@@ -17,12 +17,20 @@ from pathlib import Path
 import torch
 
 import megatron_lite
+from megatron_lite.checkpoint.agree import CheckpointError
 from megatron_lite.checkpoint.boxes import Piece, Request, box_pieces, box_requests
 from megatron_lite.checkpoint.folder import decide
 from megatron_lite.checkpoint.load import load_checkpoint
 from megatron_lite.checkpoint.save import save_checkpoint
+from megatron_lite.config import Config
 from megatron_lite.parallel.shard import Shard
 from megatron_lite.training.setup import Trainer
+
+
+# Settings under which the same tensors compute something else; no shape shows them.
+FUNCTION = ("num_attention_heads", "kv_channels", "normalization", "norm_epsilon", "swiglu", "openai_gelu", "position_embedding_type")
+ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
+        "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,9 +85,20 @@ def restore(trainer: Trainer) -> tuple[Progress, str]:
     for prefix, shard, tensor in tensors(trainer, optim=not weights_only):
         requests += box_requests(prefix, shard, tensor)
     meta = load_checkpoint(choice.directory, requests, mesh, choice.iteration)
+    check_model(config, meta)
     trainer.optimizer.write_back()
     if config.checkpoint.finetune:
         return Progress(), choice.says + " (weights only: starting at iteration 0)"
     if not weights_only:
         trainer.optimizer.steps = meta["optimizer_steps"]
     return Progress(meta["iteration"], meta["consumed_samples"], meta["wandb_id"]), choice.says
+
+
+def check_model(config: Config, meta: dict) -> None:
+    """Refuse weights of another function: the same on every rank. Fine-tuning may change RoPE, to reach further."""
+    stored = meta.get("config", {}).get("model", {})
+    wrong = [f"--{name.replace('_', '-')}: trained with {stored[name]}, now {getattr(config.model, name)}"
+             for name in FUNCTION + (() if config.checkpoint.finetune else ROPE)
+             if name in stored and stored[name] != getattr(config.model, name)]  # fmt: skip
+    if wrong:
+        raise CheckpointError("the checkpoint holds another model, whose tensors have the same shapes", wrong)

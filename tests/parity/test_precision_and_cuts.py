@@ -22,7 +22,6 @@ from layouts import (
 )
 
 from megatron_lite.comm.mesh import build_mesh
-from megatron_lite.comm.p2p import P2P
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.ddp import GradientEngine
 from megatron_lite.pipeline.executor import Executor
@@ -147,7 +146,8 @@ def test_sgd_is_the_gradient(reference):
 @pytest.mark.parametrize("size", [1, 3000, 10**9])
 def test_bucket_size_changes_nothing(pool, size):
     for world, flags in ((2, {}), (4, {"pp": 2})):
-        runs = [run_everywhere(pool, config_for(GPT, precision="fp32", ddp_bucket_size=s, **flags), world, 2) for s in (None, size)]
+        configs = [config_for(GPT, precision="fp32", ddp_bucket_size=s, **flags) for s in (None, size)]
+        runs = [run_everywhere(pool, config, world, 2) for config in configs]
         for name, tensor in runs[0]["params"].items():
             assert torch.equal(tensor, runs[1]["params"][name]), name
         assert runs[0]["losses"] == runs[1]["losses"]
@@ -361,7 +361,7 @@ def run_text(rank, world, config, text, kind, chunks, steps, shared_memory=True)
         trainer.engine = GradientEngine(trainer.chunks, mesh.dp_cp, mesh.tp, mesh.embedding)
         trainer.optimizer = Optimizer(trainer.engine.buckets, config.optimizer)
         old = trainer.executor
-        trainer.executor = Executor(trainer.chunks, placement, mesh.pp.rank, old.p2p or P2P(mesh.pp, CPU), old.shape, old.dtype, CPU)
+        trainer.executor = Executor(trainer.chunks, placement, mesh.pp.rank, old.p2p, old.shape, old.dtype, CPU)
     trainer.actions = parse_schedule(text)[mesh.pp.rank]
     return run_steps(trainer, range(steps))
 

@@ -132,7 +132,6 @@ def corpus(tmp_path):
     with IndexedWriter(tmp_path / "corpus", np.uint16) as writer:
         for _ in range(40):
             writer.add_document(generator.integers(0, 128, 100))
-        writer.finalize()
     return tmp_path / "corpus"
 
 
@@ -158,7 +157,7 @@ def test_a_truncated_file(tmp_path, corpus, ranks):
     Job(tmp_path, *train_on(corpus), ranks=ranks).fails("corpus.bin", "7990", "8000")
 
 
-@pytest.mark.parametrize("text", [b"", b"not an index\n" * 9, b"MMIDIDX\x00\x00" + bytes(40)])
+@pytest.mark.parametrize("text", [b"", b"not an index\n" * 9, b"MMIDIDX\x00\x00" + bytes(40)], ids=["empty", "text", "zeros"])
 def test_a_foreign_index(tmp_path, corpus, text):
     Path(f"{corpus}.idx").write_bytes(text)
     Job(tmp_path, *train_on(corpus)).fails("corpus.idx")
@@ -175,7 +174,6 @@ def test_an_id_outside_the_vocabulary(tmp_path, ranks, flags):
     with IndexedWriter(tmp_path / "corpus", np.uint16) as writer:
         for document in range(40):
             writer.add_document(np.full(100, 777 if document == 5 else 3))
-        writer.finalize()
     job = Job(tmp_path, *train_on(tmp_path / "corpus", "--train-iters", 100, *flags), ranks=ranks)
     job.fails("777", "vocabulary", "128")
 
@@ -188,8 +186,8 @@ def test_an_unreadable_tokenizer(tmp_path, corpus):
     for kind, path in (("HuggingFaceTokenizer", "nothing-there"), ("HuggingFaceTokenizer", "folder"),
                        ("HuggingFaceTokenizer", "broken"), ("SentencePieceTokenizer", "nothing-there"),
                        ("SentencePieceTokenizer", "noise.model"), ("SentencePieceTokenizer", "folder")):  # fmt: skip
-        flags = [*SIZES, "--data-path", corpus, "--train-iters", 4, "--tokenizer-type", kind, "--tokenizer-model", tmp_path / path]
-        Job(tmp_path, *flags).fails(path)
+        tokenizer = ["--tokenizer-type", kind, "--tokenizer-model", tmp_path / path]
+        Job(tmp_path, *SIZES, "--data-path", corpus, "--train-iters", 4, *tokenizer).fails(path)
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers(tmp_path, corpus):
@@ -220,8 +218,9 @@ def test_nothing_to_load(tmp_path):
     Job(tmp_path, *MOCK, "--train-iters", 2, "--load", tmp_path / "no-such").fails("no-such", "does not exist")
     (tmp_path / "empty").mkdir()
     Job(tmp_path, *MOCK, "--train-iters", 2, "--load", tmp_path / "empty").fails("empty", "holds no checkpoint")
-    (tmp_path / "empty" / "latest_checkpointed_iteration.txt").write_text("garbage")
-    Job(tmp_path, *MOCK, "--train-iters", 2, "--load", tmp_path / "empty", ranks=2).fails("latest_checkpointed_iteration", "garbage")
+    tracker_file = tmp_path / "empty" / "latest_checkpointed_iteration.txt"
+    tracker_file.write_text("garbage")
+    Job(tmp_path, *MOCK, "--train-iters", 2, "--load", tmp_path / "empty", ranks=2).fails(tracker_file.name, "garbage")
 
 
 @pytest.mark.parametrize("how", ["truncated", "deleted"])

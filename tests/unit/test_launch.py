@@ -132,7 +132,7 @@ TORCHRUN = """
 import torch.distributed as dist
 from megatron_lite.comm.launch import init_from_env, shutdown
 rank, world, device = init_from_env(timeout_minutes=1)
-print(rank, world, device, dist.get_backend())
+print(f"{rank} {world} {device} {dist.get_backend()}\\n", end="")  # one write, so that ranks do not mix
 shutdown()
 """
 
