@@ -13,6 +13,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share few cores; 
 from megatron_lite.comm.launch import WorkerPool  # noqa: E402
 
 
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="everything, not only the fast cover")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(pytest.mark.skip(reason="only with --full"))
+
+
 @pytest.fixture(scope="session")
 def pool():
     """Eight gloo workers, started when a test first needs them: `pool.run(fn, ranks, *args)`."""

@@ -9,6 +9,7 @@ nowhere else: apex's FusedAdam on CUDA where it is installed from NVIDIA's sourc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,7 @@ class Optimizer:
         self.config = config
         self.steps = 0
         names = ("exp_avg", "exp_avg_sq") if config.optimizer == "adam" else ("momentum",)
+        self._adam = fused_adamw(buckets[0].param.device)
         self.states = []
         for bucket in buckets:
             low = bucket.param.dtype == torch.bfloat16
@@ -62,16 +64,12 @@ class Optimizer:
         params = [state.master[place] for state, place in picked]
         grads = [state.bucket.grad[place] for state, place in picked]
         moments = {name: [state.moments[name][place] for state, place in picked] for name in self.states[0].moments}
-        config = self.config
-        if config.optimizer == "adam":
-            counts = [torch.tensor(float(self.steps - 1), device=p.device) for p in params]  # the kernel adds one
-            adamw(params, grads, moments["exp_avg"], moments["exp_avg_sq"], [], counts, fused=True, amsgrad=False,
-                  beta1=config.adam_beta1, beta2=config.adam_beta2, lr=lr, weight_decay=weight_decay, eps=config.adam_eps,
-                  maximize=False)  # fmt: skip
+        if self.config.optimizer == "adam":
+            self._adam(params, grads, moments["exp_avg"], moments["exp_avg_sq"], self.steps, lr, weight_decay, self.config)
         else:
             for param in params:  # decoupled, as for AdamW
                 param.mul_(1.0 - lr * weight_decay)
-            sgd(params, grads, moments["momentum"], weight_decay=0.0, momentum=config.sgd_momentum, lr=lr, dampening=0.0,
+            sgd(params, grads, moments["momentum"], weight_decay=0.0, momentum=self.config.sgd_momentum, lr=lr, dampening=0.0,
                 nesterov=False, maximize=False, foreach=True)  # fmt: skip
 
     def bytes(self) -> int:
@@ -102,3 +100,36 @@ def _decay_runs(bucket: FlatBucket) -> list[tuple[int, int, bool]]:
         else:
             found.append((slot.start, end, param.shard.decay))
     return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# AdamW kernels: (params, grads, exp_avgs, exp_avg_sqs, step from 1, lr, weight decay, config), lists of flat tensors
+
+
+def fused_adamw(device: torch.device) -> Callable[..., None]:
+    """The fastest AdamW there is on `device`."""
+    if device.type == "cuda":
+        try:
+            import amp_C  # NVIDIA apex's compiled kernels; the PyPI package named apex has none
+            from apex.multi_tensor_apply import multi_tensor_applier
+        except ImportError:
+            return _torch_adamw
+        return _apex_adamw(amp_C.multi_tensor_adam, multi_tensor_applier, torch.zeros(1, dtype=torch.int, device=device))
+    return _torch_adamw
+
+
+def _torch_adamw(params, grads, exp_avgs, exp_avg_sqs, step, lr, weight_decay, config: OptimizerConfig) -> None:
+    counts = [torch.full((), step - 1.0, device=p.device) for p in params]  # the kernel adds one to each
+    adamw(params, grads, exp_avgs, exp_avg_sqs, [], counts, fused=True, amsgrad=False, beta1=config.adam_beta1,
+          beta2=config.adam_beta2, lr=lr, weight_decay=weight_decay, eps=config.adam_eps, maximize=False)  # fmt: skip
+
+
+def _apex_adamw(kernel, apply, overflow: torch.Tensor) -> Callable[..., None]:
+    """What apex's FusedAdam(adam_w_mode=True) launches, without its copies of the state."""
+    decoupled, bias_correction = 1, 1
+
+    def step_all(params, grads, exp_avgs, exp_avg_sqs, step, lr, weight_decay, config: OptimizerConfig) -> None:
+        apply(kernel, overflow, [grads, params, exp_avgs, exp_avg_sqs], lr, config.adam_beta1, config.adam_beta2,
+              config.adam_eps, step, decoupled, bias_correction, weight_decay)  # fmt: skip
+
+    return step_all

@@ -25,8 +25,8 @@ def lengths(config: OptimizerConfig, train: TrainConfig) -> tuple[float, float, 
 
 
 def learning_rate(samples: int, config: OptimizerConfig, train: TrainConfig) -> float:
-    """Rate for the step after `samples` consumed samples, at the end of that step (the first step of a warm-up of w steps
-    uses lr/w above the initial value, as Megatron's does not: there the first step has the initial value)."""
+    """Rate of the step that begins after `samples` consumed samples (so the first step of a warm-up has the initial
+    rate, as in Megatron)."""
     warmup, total, wsd = lengths(config, train)
     if warmup > 0 and samples <= warmup:
         return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * samples / warmup

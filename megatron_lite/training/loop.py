@@ -37,7 +37,8 @@ class Run:
                  stop: StopSignal, say: Callable[[str], None]):  # fmt: skip
         self.trainer, self.splits, self.sinks, self.interval = trainer, splits, sinks, interval
         self.progress, self.stop, self.say = progress, stop, say
-        self.saved_iteration = progress.iteration if progress.iteration else None
+        resumed = trainer.config.checkpoint.load == trainer.config.checkpoint.save and progress.iteration > 0
+        self.saved_iteration = progress.iteration if resumed else None
         self.started = time.monotonic()
 
     @property
@@ -63,12 +64,13 @@ class Run:
                 self._step(loader)
                 self._evaluate_if_due()
                 reason = self._stop_reason()
+                if reason:
+                    self.stop.finished()
                 every = self.config.checkpoint.save_interval
                 if every and self.progress.iteration % every == 0:
                     self._save()
         finally:
             loader.close()
-        self.stop.finished()
         if reason:
             self.say(f"stopping after iteration {self.progress.iteration}: {reason}")
         self._save()
@@ -104,20 +106,27 @@ class Run:
         def from_the_start() -> BatchLoader:
             return build_loader(self.config, self.trainer.mesh, self.splits, self.splits.valid, 0)
 
-        loss = evaluate(self.trainer, from_the_start, self.config.train.eval_iters)
+        loss = evaluate(self.trainer, from_the_start, self.config.train.eval_iters, self._signalled)
+        if loss is None:
+            return
         self.say(evaluation_lines(self.progress.iteration, loss))
         self.sinks.write_evaluation(self.progress.iteration, self.progress.consumed_samples, loss)
 
+    def _any_rank(self, yes: bool) -> bool:
+        """Whether it is true on some rank: a signal or a clock may reach only one, but all must leave together."""
+        flag = torch.tensor([yes], dtype=torch.float32, device=self.trainer.mesh.device)
+        return bool(comm.all_reduce(flag, self.trainer.mesh.world, op="max"))
+
+    def _signalled(self) -> bool:
+        return self._any_rank(self.stop.received)
+
     def _stop_reason(self) -> str | None:
-        """Why to leave the loop early; the same on every rank, since a signal or a clock may reach only one."""
+        """Why to leave the loop early; the same on every rank."""
         train = self.config.train
-        minutes = (time.monotonic() - self.started) / 60
-        late = train.exit_duration_in_mins is not None and minutes > train.exit_duration_in_mins
-        flags = torch.tensor([self.stop.received, late], dtype=torch.float32, device=self.trainer.mesh.device)
-        signalled, late = comm.all_reduce(flags, self.trainer.mesh.world, op="max").bool().tolist()
-        if signalled:
+        if self._signalled():
             return "a signal asked for it"
-        if late:
+        minutes = (time.monotonic() - self.started) / 60
+        if train.exit_duration_in_mins is not None and self._any_rank(minutes > train.exit_duration_in_mins):
             return f"--exit-duration-in-mins {train.exit_duration_in_mins:g} is over"
         if train.exit_interval and self.progress.iteration % train.exit_interval == 0:
             return f"--exit-interval {train.exit_interval}"

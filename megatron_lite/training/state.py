@@ -26,9 +26,9 @@ from megatron_lite.config import Config
 from megatron_lite.parallel.shard import Shard
 from megatron_lite.training.setup import Trainer
 
-
 # Settings under which the same tensors compute something else; no shape shows them.
-FUNCTION = ("num_attention_heads", "kv_channels", "normalization", "norm_epsilon", "swiglu", "openai_gelu", "position_embedding_type")
+FUNCTION = ("num_attention_heads", "kv_channels", "normalization", "norm_epsilon", "swiglu", "openai_gelu",
+            "position_embedding_type")  # fmt: skip
 ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
         "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")  # fmt: skip
 
