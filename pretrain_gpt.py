@@ -15,7 +15,7 @@ from functools import partial
 
 from megatron_lite.arguments import format_arguments, format_problems, parse, tokenizer_arguments, with_vocab_size
 from megatron_lite.config import Config
-from megatron_lite.errors import ReportedError
+from megatron_lite.errors import ReportedError, peer_gone
 from megatron_lite.grid import Grid
 from megatron_lite.planner.report import dry_run_report
 
@@ -95,6 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         pretrain(config, eod, started)
     except ReportedError as error:
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        return 1
+    except RuntimeError as error:
+        if not peer_gone(error):
+            raise
+        print(f"rank {rank}: another rank ended during the start", file=sys.stderr, flush=True)
         return 1
     return 0
 

@@ -1,7 +1,8 @@
 """Training curves for the examples, from the JSONL files that pretrain_gpt.py writes with --jsonl.
 
     curves.py follow --jsonl FILE --log FILE [--expected FILE --every N] -- COMMAND ...
-        runs COMMAND, its output in the log, and prints rows of the curve beside their expected range
+        runs COMMAND, its output in the log, and prints rows of the curve (means since the last row)
+        beside their expected range
     curves.py compare --limit X FILE FILE
         the largest difference in loss and gradient norm over the iterations that both files have
 
@@ -71,9 +72,10 @@ def follow(arguments: argparse.Namespace) -> int:
 
 
 def show(rows: dict[int, dict[str, float]], after: int, iteration: int, span: tuple[float, float] | None) -> list[int]:
-    """Print a row: speed over the iterations after `after`. The iteration, if its loss is out of range."""
-    loss = rows[iteration]["lm loss"]
+    """Print a row: mean loss and speed over the iterations after `after`. The iteration, if the loss is out of range."""
     steps = [row for i, row in rows.items() if after < i <= iteration]
+    losses = [row["lm loss"] for row in steps]
+    loss = None if None in losses else sum(losses) / len(losses)
     seconds = sum(row["iteration-time"] for row in steps)
     tokens = sum(row["iteration-time"] * row["tokens-per-second"] for row in steps)
     good = span is None or loss is not None and span[0] <= loss <= span[1]

@@ -6,14 +6,14 @@
 # Sets up its own environment, trains on text that every Python installation carries, compares the run with one process,
 # loads its checkpoint at another layout, and samples text. All files are in runs/quickstart; the prepared text is kept
 # there, everything else is made anew each time. DEVICE=cuda uses 4 GPUs (the default where there are 4), else cpu.
-# QUICKSTART_ITERS shortens the training.
+# QUICKSTART_ITERS shortens the training, QUICKSTART_OUT is another folder.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/env.sh
 
 ITERS=${QUICKSTART_ITERS:-240}
-COMPARED=10 # first steps that are repeated on one process
-OUT=runs/quickstart
+COMPARED=$((ITERS < 10 ? ITERS : 10)) # first steps that are repeated on one process
+OUT=${QUICKSTART_OUT:-runs/quickstart}
 DATA=$OUT/data/python_library
 RUN=$OUT/run
 LOGS=$OUT/logs
@@ -29,18 +29,16 @@ TRAINING=(
     --lr-warmup-iters 20 --adam-beta2 0.95 --weight-decay 0.1 --log-interval 1 --data-path "${DATA}_text_document"
 )
 
-section() { printf '\n\033[1m%s\033[0m\n%s\n' "$1" "$(printf '%*s' "${#1}" '' | tr ' ' '-')"; }
+section() { # a title, underlined, with the seconds since the start
+    local title="$1   [$SECONDS s]"
+    printf '\n%s\n%s\n' "$title" "$(printf '%*s' "${#title}" '' | tr ' ' '-')"
+}
 
 launch() { # launch RANKS CURVE [flags]: train in that many processes; the log and the curve go to files
     local ranks=$1 curve=$2 command=("$PYTHON")
     shift 2
     rm -f "$LOGS/$curve.jsonl"
-    if [ "$ranks" -gt 1 ]; then
-        command+=(-m torch.distributed.run --standalone --nproc-per-node "$ranks")
-        export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive # the processes share the cores: none may spin while it waits
-    else
-        unset OMP_NUM_THREADS OMP_WAIT_POLICY
-    fi
+    if [ "$ranks" -gt 1 ]; then command+=(-m torch.distributed.run --standalone --nproc-per-node "$ranks"); fi
     "$PYTHON" examples/curves.py follow --jsonl "$LOGS/$curve.jsonl" --log "$LOGS/$curve.log" "${FOLLOW[@]}" -- \
         "${command[@]}" pretrain_gpt.py "${MODEL[@]}" "${TRAINING[@]}" "${BACKEND[@]}" --jsonl "$LOGS/$curve.jsonl" "$@"
 }
@@ -48,13 +46,16 @@ launch() { # launch RANKS CURVE [flags]: train in that many processes; the log a
 if [ -z "${DEVICE:-}" ]; then
     DEVICE=$("$PYTHON" -c 'import torch; print("cuda" if torch.cuda.device_count() >= 4 else "cpu")')
 fi
+export OMP_WAIT_POLICY=passive # the processes share the cores: none may spin while it waits
+unset OMP_NUM_THREADS          # each takes its share of them
 BACKEND=()
 if [ "$DEVICE" = cpu ]; then BACKEND=(--distributed-backend gloo); fi
 rm -rf "$RUN" "$LOGS"
 mkdir -p "$LOGS" "$OUT/data"
 
 section "1. The plan: 4 ranks on $DEVICE, tensor parallel 2 x pipeline parallel 2 (nothing is running yet)"
-"$PYTHON" pretrain_gpt.py "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" --train-iters "$ITERS" --dry-run --world-size 4
+"$PYTHON" pretrain_gpt.py "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${BACKEND[@]}" --train-iters "$ITERS" \
+    --dry-run --world-size 4
 
 section "2. The text: Python's own library and language reference, byte by byte"
 if [ ! -f "${DATA}_text_document.idx" ]; then
@@ -81,7 +82,7 @@ echo "  the next step at the old and at the new layout:"
 "$PYTHON" examples/curves.py compare --limit 1e-4 "$LOGS/same.jsonl" "$LOGS/other.jsonl"
 
 section "6. Text from the model"
-"$PYTHON" tools/generate.py --load "$RUN" --prompt "def " --max-new-tokens 240 --temperature 0.6 --top-k 20 --seed 1 \
+"$PYTHON" tools/generate.py --load "$RUN" --prompt "The " --max-new-tokens 240 --temperature 0.8 --top-k 40 --seed 1 \
     --device "$DEVICE" 2>"$LOGS/generate.log"
 
 section "Done in $((SECONDS / 60)) min $((SECONDS % 60)) s"

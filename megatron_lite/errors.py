@@ -1,5 +1,14 @@
-"""The one base class of errors that a person can act on."""
+"""Errors that a person can act on."""
 
 
 class ReportedError(Exception):
     """Its text is all a person needs (what, where, what would work): programs print it without a traceback and exit 1."""
+
+
+# What the transports say when the process at the other end has ended (shared memory, gloo, NCCL).
+PEER_GONE = ("processes have ended", "closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+
+
+def peer_gone(error: BaseException) -> bool:
+    """Whether a communication error only says that another rank is gone; that rank has said why, unless it was killed."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in PEER_GONE)

@@ -1,20 +1,47 @@
-"""Draw a pipeline schedule in the terminal, with its bubble and its memory.
+"""Draw a pipeline schedule, with its bubble and its memory: in the terminal, as a picture, or for Perfetto.
 
-    python tools/draw_schedule.py --schedule 1f1b --pp 4 --microbatches 8
+    python tools/draw_schedule.py --schedule zbv --pp 4 --microbatches 8
+    python tools/draw_schedule.py --schedule zb-h1 --costs 1,1.2,0.8 --latency 0.05 --out zb.html
+    python tools/draw_schedule.py --schedule auto --memory-limit 4 --costs 1,1.2,0.8
+    python tools/draw_schedule.py --schedule-file mine.txt --placement v
 
 Colors and folding to the window's width only on a terminal; what a file or a pipe gets is plain text.
 """
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from any folder
 from megatron_lite.schedules import SCHEDULES, build_schedule, schedule_placement, schedule_problems
+from megatron_lite.schedules.actions import PLACEMENTS, Action, Placement, ScheduleError, parse_schedule
+from megatron_lite.schedules.advice import schedule_warnings
+from megatron_lite.schedules.auto import choose
 from megatron_lite.schedules.check import check
 from megatron_lite.schedules.draw import draw
+from megatron_lite.schedules.html import draw_html
 from megatron_lite.schedules.simulate import Timeline, chunk_costs, simulate
+from megatron_lite.schedules.svg import draw_svg
+from megatron_lite.schedules.trace import chrome_trace
+
+PICTURES = {
+    ".svg": lambda timeline, title: draw_svg(timeline, title),
+    ".html": lambda timeline, title: draw_html({title: timeline}, title),
+    ".json": lambda timeline, title: json.dumps(chrome_trace(timeline, title)),
+}
+
+
+class Drawn(NamedTuple):
+    """What is drawn, and what is said about it."""
+
+    title: str
+    schedule: list[list[Action]]
+    placement: Placement
+    num_microbatches: int
+    remarks: list[str]
 
 
 def parse_costs(text: str) -> tuple[float, ...]:
@@ -28,23 +55,69 @@ def parse_costs(text: str) -> tuple[float, ...]:
     return costs
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def parse_out(text: str) -> Path:
+    if Path(text).suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r} should end in {', '.join(PICTURES)}")
+    return Path(text)
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="which order (default 1f1b)")
-    parser.add_argument("--pp", type=int, default=4, help="pipeline ranks (default 4)")
-    parser.add_argument("--microbatches", type=int, default=8, help="microbatches per step (default 8)")
-    parser.add_argument("--chunks", type=int, default=1, help="chunks (virtual stages) per rank (default 1)")
-    parser.add_argument(
+    add = parser.add_argument
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--schedule", choices=(*SCHEDULES, "auto"), default="1f1b", help="which order (default 1f1b); auto: the shortest"
+    )
+    which.add_argument("--schedule-file", type=Path, metavar="FILE", help="one line per rank: F0 F1 B0.1 W0.1 BW1 ...")
+    add("--placement", choices=PLACEMENTS, default="loop", help="where the file's chunks lie (default loop)")
+    add("--pp", type=int, default=4, help="pipeline ranks (default 4)")
+    add("--microbatches", type=int, default=8, help="microbatches per step (default 8)")
+    add("--chunks", type=int, help="chunks (virtual stages) per rank (default: as many as the schedule needs, 1 or 2)")
+    add("--group-size", type=int, metavar="G", help="microbatches per group of interleaved (default: pipeline ranks)")
+    add(
         "--costs",
         type=parse_costs,
         default=(1.0, 1.0, 1.0),
         metavar="F,B,W",
         help="time of forward, input gradient and weight gradient of one microbatch on one rank (default 1,1,1)",
     )
-    args = parser.parse_args(argv)
-    if problems := schedule_problems(args.schedule, args.pp, args.chunks, args.microbatches):
-        parser.error("\n".join(problems))
-    return args
+    add("--latency", type=float, default=0, metavar="C", help="time a message takes, in the same unit (default 0)")
+    add("--overlap", type=float, metavar="O", help="run F next to BW of another chunk at once; hidden part, 0 to 1")
+    add("--memory-limit", type=float, metavar="N", help="for auto: most microbatches a rank may hold")
+    add("--out", type=parse_out, metavar="FILE", help="write a picture (.svg, .html) or a Chrome trace (.json)")
+    return parser
+
+
+def named(args: argparse.Namespace) -> Drawn:
+    chunks = SCHEDULES[args.schedule].default_chunks if args.chunks is None else args.chunks
+    if problems := schedule_problems(args.schedule, args.pp, chunks, args.microbatches, args.group_size):
+        raise ScheduleError("\n".join(problems))
+    schedule = build_schedule(args.schedule, args.pp, chunks, args.microbatches, args.group_size)
+    remarks = schedule_warnings(args.schedule, args.pp, chunks, args.microbatches, args.group_size, args.costs, args.latency)
+    return Drawn(args.schedule, schedule, schedule_placement(args.schedule, args.pp, chunks), args.microbatches, remarks)
+
+
+def chosen(args: argparse.Namespace) -> Drawn:
+    choice = choose(
+        args.pp,
+        args.microbatches,
+        lambda stages: chunk_costs(*args.costs, max(1, stages // args.pp), args.latency),
+        args.memory_limit,
+        (1, 2) if args.chunks is None else range(1, args.chunks + 1),
+    )
+    return Drawn(f"auto ({choice.name})", choice.schedule, choice.placement, args.microbatches, [choice.report])
+
+
+def from_file(args: argparse.Namespace) -> Drawn:
+    """Sizes follow from the file; the checker says what is wrong with it."""
+    schedule = parse_schedule(args.schedule_file.read_text())
+    actions = [action for actions in schedule for action in actions]
+    if not actions:
+        raise ScheduleError(f"{args.schedule_file} holds no actions")
+    chunks, total = (1 + max(getattr(action, what) for action in actions) for what in ("chunk", "microbatch"))
+    placement = Placement(args.placement, len(schedule), chunks)
+    check(schedule, placement, total)
+    return Drawn(args.schedule_file.name, schedule, placement, total, [])
 
 
 def summary(timeline: Timeline) -> str:
@@ -62,16 +135,25 @@ def summary(timeline: Timeline) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    schedule = build_schedule(args.schedule, args.pp, args.chunks, args.microbatches)
-    placement = schedule_placement(args.schedule, args.pp, args.chunks)
-    check(schedule, placement, args.microbatches)
-    timeline = simulate(schedule, placement, chunk_costs(*args.costs, args.chunks))
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else None
-    print(draw(timeline, title=args.schedule, width=width, color=terminal))
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    source = from_file if args.schedule_file else chosen if args.schedule == "auto" else named
+    try:
+        title, schedule, placement, num_microbatches, remarks = source(args)
+        check(schedule, placement, num_microbatches)
+        costs = chunk_costs(*args.costs, placement.chunks_per_share, args.latency, args.overlap)
+        timeline = simulate(schedule, placement, costs)
+    except (ScheduleError, OSError) as error:
+        parser.error(str(error))
+    if args.out:
+        args.out.write_text(PICTURES[args.out.suffix](timeline, title), encoding="utf-8")
+        print(f"wrote {args.out}")
+    else:
+        terminal = sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if terminal else None
+        print(draw(timeline, title=title, width=width, color=terminal))
     print()
-    print(summary(timeline))
+    print("\n".join([summary(timeline), *remarks]))
 
 
 if __name__ == "__main__":

@@ -106,8 +106,8 @@ def install() -> None:
         for line in pip.stdout:
             log.write(line)
             lines.append(line.rstrip())
-            if found := re.match(r"Collecting ([\w.-]+==[\w.]+)", line):
-                say(f"  {found[1]}")
+            if found := re.match(r"Collecting ([\w.-]+==[\w.]+)|Processing .*/([\w.]+-[\w.+]+)-\S+\.whl", line):
+                say(f"  {found[1] or found[2]}")
             elif line.startswith("Installing collected packages"):
                 say(f"  unpacking {line.count(',') + 1} packages")
     if pip.wait() != 0:

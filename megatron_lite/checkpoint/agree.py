@@ -60,9 +60,11 @@ def raise_together(found: list[list[str]], axis: Axis, doing: str, cause: Except
     ranks_of: dict[str, list[int]] = {}
     for rank, problems in zip(axis.ranks, found, strict=True):
         for problem in problems:
-            ranks_of.setdefault(problem, []).append(rank)
+            ranks = ranks_of.setdefault(problem, [])
+            if rank not in ranks:  # one tensor may be asked for block by block
+                ranks.append(rank)
     if ranks_of:
-        raise CheckpointError(f"{doing} failed", [f"{name_ranks(r)}: {p}" for p, r in ranks_of.items()]) from cause
+        raise CheckpointError(f"{doing} failed", [f"{name_ranks(r)}: {p}" for p, r in sorted(ranks_of.items())]) from cause
 
 
 def name_ranks(ranks: list[int]) -> str:

@@ -26,6 +26,7 @@ from megatron_lite.parallel.shard import Box, Init
 from megatron_lite.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from megatron_lite.rng import SHARDED, DropoutKey
 
+BLOCK_ROWS = {torch.bfloat16: 128, torch.float32: 64, torch.float64: 64}  # the fastest measured: benchmarks/attention.py
 KEEP_PROBABILITIES_UP_TO = 2048  # tokens; longer sequences recompute them in the backward instead of holding s^2 values
 
 
@@ -68,7 +69,7 @@ class _BlockCausal(torch.autograd.Function):
     """q [s, b, k, g, d] (already scaled), k and v [s, b, k, 1, d] -> [s, b, k, g, d]"""
 
     @staticmethod
-    def forward(ctx, q, k, v, p: float, generator: torch.Generator | None):
+    def forward(ctx, q, k, v, p: float, generator: torch.Generator | None, block: int):
         s, b, groups, per_group, d = q.shape
         # [b k, s g, d] and [b k, s, d]; no copy where rope laid them out so, and never a view that keeps all of QKV alive
         q, k, v = (x.permute(1, 2, 0, 3, 4).reshape(b * groups, -1, d).contiguous() for x in (q, k, v))
@@ -76,7 +77,7 @@ class _BlockCausal(torch.autograd.Function):
         by_head = out.permute(1, 2, 0, 3, 4)  # [b, k, s, g, d]
         keep_all = s <= KEEP_PROBABILITIES_UP_TO and ctx.needs_input_grad[0]
         kept, drops = [], []
-        for begin, end in _blocks(s, q.dtype):
+        for begin, end in _blocks(s, block):
             probabilities = _probabilities(q, k, begin, end, per_group)  # [b k, (end - begin) g, end]
             kept.append(probabilities if keep_all else None)
             drops.append(_drop_scale(probabilities, p, generator))
@@ -84,7 +85,7 @@ class _BlockCausal(torch.autograd.Function):
                 probabilities = probabilities * drops[-1]
             rows = torch.bmm(probabilities, v[:, :end])  # [b k, (end - begin) g, d]
             by_head[:, :, begin:end] = rows.view(b, groups, end - begin, per_group, d)
-        ctx.shape, ctx.kept, ctx.drops = (s, b, groups, per_group, d), kept, drops
+        ctx.shape, ctx.kept, ctx.drops, ctx.block = (s, b, groups, per_group, d), kept, drops, block
         ctx.save_for_backward(q, k, v)
         return out
 
@@ -96,7 +97,7 @@ class _BlockCausal(torch.autograd.Function):
         dq = torch.empty_like(q)
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         dk, dv = (torch.zeros(k.shape, dtype=exact, device=k.device) for _ in range(2))
-        for n, (begin, end) in enumerate(_blocks(s, q.dtype)):
+        for n, (begin, end) in enumerate(_blocks(s, ctx.block)):
             rows = slice(begin * per_group, end * per_group)
             probabilities = ctx.kept[n]
             if probabilities is None:
@@ -114,12 +115,10 @@ class _BlockCausal(torch.autograd.Function):
         shape_q, shape_k = (b, groups, s, per_group, d), (b, groups, s, 1, d)
         dk, dv = dk.to(q.dtype), dv.to(q.dtype)
         back = (2, 0, 1, 3, 4)  # [b, k, s, g, d] -> [s, b, k, g, d]
-        return dq.view(shape_q).permute(back), dk.view(shape_k).permute(back), dv.view(shape_k).permute(back), None, None
+        return dq.view(shape_q).permute(back), dk.view(shape_k).permute(back), dv.view(shape_k).permute(back), None, None, None
 
 
-def _blocks(s: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Rows of a block: 128 in bf16, 64 in fp32, the fastest measured (benchmarks/attention.py)."""
-    size = 128 if dtype == torch.bfloat16 else 64
+def _blocks(s: int, size: int) -> list[tuple[int, int]]:
     return [(i, min(i + size, s)) for i in range(0, s, size)]
 
 
@@ -155,7 +154,7 @@ def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: float,
     """
     if q.is_cuda and (p == 0.0 or generator is None):
         return _sdpa(q, k, v)
-    return _BlockCausal.apply(q, k, v, p, generator)
+    return _BlockCausal.apply(q, k, v, p, generator, BLOCK_ROWS[q.dtype])
 
 
 class SelfAttention(nn.Module):

@@ -63,8 +63,8 @@ class GradientEngine:
         for chunk in chunks:
             self._adopt(chunk, bucket_size)
         self._uses = {p: chunk.uses(p) for chunk in chunks for p in chunk.parameters()}
-        tied = chunks[0].model.tied and embedding_axis.size > 1
-        self.tied = [p for p in self._uses if p.shard.name == "embed_tokens.weight"] if tied else []
+        copies = [p for p in self._uses if p.shard.name == "embed_tokens.weight"]
+        self.tied = copies if chunks[0].model.tied and (len(copies) == 2 or embedding_axis.size > 1) else []
 
     def _adopt(self, chunk: TransformerStage, bucket_size: int | None) -> None:
         """Move a chunk's parameters into flat buckets, keeping their values."""
@@ -110,8 +110,11 @@ class GradientEngine:
             bucket.reduction.wait()
             bucket.reduction = None
         self._sum_partial_copies()
-        for param in self.tied:
-            comm.all_reduce(param.main_grad, self.embedding_axis)
+        if len(self.tied) == 2:  # both copies on this rank: a pipeline folded into a V
+            first, last = (param.main_grad for param in self.tied)
+            last.copy_(first.add_(last))
+        elif self.tied:
+            comm.all_reduce(self.tied[0].main_grad, self.embedding_axis)
 
     def _sum_partial_copies(self) -> None:
         """Sum over tp the gradients whose copies each saw a part of the data, in one message.

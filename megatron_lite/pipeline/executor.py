@@ -119,7 +119,8 @@ class Executor:
         chunk = self.chunks[action.chunk]
         x, edge = run.live.pop((action.chunk, action.microbatch))
         if chunk.last:
-            grad = torch.ones((), dtype=run.result.loss.dtype if self.dtype == torch.float64 else torch.float32, device=self.device)
+            exact = torch.promote_types(self.dtype, torch.float32)
+            grad = torch.ones((), dtype=exact, device=self.device)
         else:
             grad = self._take("gradient", action, run)
         chunk.wgrad_queue.deferring = action.kind == "B"

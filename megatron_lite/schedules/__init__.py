@@ -1,7 +1,10 @@
 """Pipeline schedules by name. A new one is one file with its build function, and one row here.
 
-    actions.py   what an action is, where stages lie, what waits for what, the text form
-    check.py     is a list of actions right?          simulate.py   when would each run?          draw.py   the picture
+    actions.py    what an action is, where stages lie, what waits for what, the text form
+    check.py      is a list of actions right?          simulate.py   when would each run?
+    advice.py     what runs but wastes time            sizes.py      the words in which sizes are refused
+    greedy.py     a list for any costs                 auto.py       which schedule is shortest and fits?
+    draw.py       the picture as text                  svg.py, html.py, trace.py   for people and for Perfetto
 
 `build_schedule` gives the lists of all ranks, `schedule_placement` says which stage each of their chunks is.
 """
@@ -10,21 +13,24 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron_lite.schedules.actions import Action, Placement, ScheduleError
+from megatron_lite.schedules.dualpipe import dualpipe, dualpipe_problems
+from megatron_lite.schedules.dualpipev import dualpipev, dualpipev_problems
 from megatron_lite.schedules.gpipe import gpipe
+from megatron_lite.schedules.interleaved import interleaved, interleaved_problems
 from megatron_lite.schedules.one_f_one_b import one_f_one_b
-
-
-def one_chunk_problems(pp_size: int, num_chunks: int, num_microbatches: int) -> list[str]:
-    if num_chunks == 1:
-        return []
-    return [f"--num-virtual-stages-per-pipeline-rank {num_chunks}: this schedule runs 1 chunk per rank; 1 would work"]
+from megatron_lite.schedules.sizes import GROUP, Sizes, one_chunk_problems, two_chunk_problems
+from megatron_lite.schedules.zb_h1 import zb_h1
+from megatron_lite.schedules.zb_h2 import zb_h2
+from megatron_lite.schedules.zbv import zbv
 
 
 class ScheduleSpec(NamedTuple):
     name: str  # as in --pipeline-schedule
-    build: Callable[[int, int, int, int], list[Action]]  # (pp_size, pp_rank, num_chunks, num_microbatches) -> actions
+    build: Callable[..., list[Action]]  # (pp_size, pp_rank, num_chunks, num_microbatches[, group_size]) -> actions
     placement_kind: str  # see actions.Placement
-    problems: Callable[[int, int, int], list[str]]  # (pp_size, num_chunks, num_microbatches) -> impossible, in words
+    problems: Callable[[Sizes], list[str]]  # what makes sizes impossible, in words
+    default_chunks: int = 1
+    has_groups: bool = False  # takes a group_size
 
 
 SCHEDULES = {
@@ -32,18 +38,30 @@ SCHEDULES = {
     for spec in (
         ScheduleSpec("gpipe", gpipe, "loop", one_chunk_problems),
         ScheduleSpec("1f1b", one_f_one_b, "loop", one_chunk_problems),
+        ScheduleSpec("interleaved", interleaved, "loop", interleaved_problems, default_chunks=2, has_groups=True),
+        ScheduleSpec("zb-h1", zb_h1, "loop", one_chunk_problems),
+        ScheduleSpec("zb-h2", zb_h2, "loop", one_chunk_problems),
+        ScheduleSpec("zbv", zbv, "v", two_chunk_problems, default_chunks=2),
+        ScheduleSpec("dualpipev", dualpipev, "v", dualpipev_problems, default_chunks=2),
+        ScheduleSpec("dualpipe", dualpipe, "bidirectional", dualpipe_problems, default_chunks=2),
     )
 }
 
 
-def schedule_problems(name: str, pp_size: int, num_chunks: int, num_microbatches: int) -> list[str]:
+def schedule_problems(
+    name: str, pp_size: int, num_chunks: int, num_microbatches: int, group_size: int | None = None
+) -> list[str]:
     """Everything that keeps schedule `name` from running at these sizes, in words; empty when it runs."""
     if name not in SCHEDULES:
         return [f"--pipeline-schedule {name}: unknown; choose from {', '.join(SCHEDULES)}"]
     sizes = {"pipeline ranks": pp_size, "chunks per rank": num_chunks, "microbatches": num_microbatches}
+    if group_size is not None:
+        sizes["microbatches per group"] = group_size
     if small := [f"{what} = {size}" for what, size in sizes.items() if size < 1]:
         return [f"--pipeline-schedule {name}: {' and '.join(small)}; at least 1 would work"]
-    found = SCHEDULES[name].problems(pp_size, num_chunks, num_microbatches)
+    found = SCHEDULES[name].problems(Sizes(pp_size, num_chunks, num_microbatches, group_size))
+    if group_size is not None and not SCHEDULES[name].has_groups:
+        found.append(f"{GROUP} {group_size}: this schedule runs no groups; leave it out, or use interleaved")
     return [f"--pipeline-schedule {name}: {text}" for text in found]
 
 
@@ -52,8 +70,11 @@ def schedule_placement(name: str, pp_size: int, num_chunks: int) -> Placement:
     return Placement(SCHEDULES[name].placement_kind, pp_size, num_chunks)
 
 
-def build_schedule(name: str, pp_size: int, num_chunks: int, num_microbatches: int) -> list[list[Action]]:
+def build_schedule(
+    name: str, pp_size: int, num_chunks: int, num_microbatches: int, group_size: int | None = None
+) -> list[list[Action]]:
     """The action lists of all ranks; ScheduleError with every problem if it cannot run at these sizes."""
-    if problems := schedule_problems(name, pp_size, num_chunks, num_microbatches):
+    if problems := schedule_problems(name, pp_size, num_chunks, num_microbatches, group_size):
         raise ScheduleError("\n".join(problems))
-    return [SCHEDULES[name].build(pp_size, rank, num_chunks, num_microbatches) for rank in range(pp_size)]
+    extra = (group_size,) if group_size is not None else ()
+    return [SCHEDULES[name].build(pp_size, rank, num_chunks, num_microbatches, *extra) for rank in range(pp_size)]

@@ -10,10 +10,13 @@ rank holds one chunk per turn of the pipeline, and a `Placement` says which stag
 
     loop, 4 ranks, 2 chunks: chunk 0 = stages 0 1 2 3, chunk 1 = stages 4 5 6 7     (Narayanan et al., 2021)
     v,    4 ranks, 2 chunks: chunk 0 = stages 0 1 2 3, chunk 1 = stages 7 6 5 4     (ZBV: first and last on rank 0)
+    bidirectional, 4 ranks:  chunk 0 = stages 0 1 2 3, chunk 1 = stages 3 2 1 0     (DualPipe: DeepSeek-AI, 2024)
+
+A bidirectional placement is two pipelines over the same ranks, one in each direction. Every stage lies on two ranks,
+whose gradients have to be summed (`mirror`), and each pipeline runs its half of the microbatches (`microbatches`).
 
 Everything about a run follows from the two: what an action needs (`needs`), what it receives and sends (`received`,
-`sent`). They ask a placement only for the neighbours of a place, so a pipeline that runs the other way through the
-ranks (DualPipe) is one more placement whose second chunk has its neighbours swapped, not another set of rules.
+`sent`). They ask a placement only for the neighbours of a place, so none of them knows the kinds of placement.
 
 As text, `F2` is the forward of microbatch 2 and `F2.1` the same on chunk 1; a file has one line per rank.
 """
@@ -23,7 +26,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 PARTS = {"F": ("F",), "B": ("B",), "W": ("W",), "BW": ("B", "W")}  # action kind -> what it gets done
-PLACEMENTS = ("loop", "v")
+PLACEMENTS = ("loop", "v", "bidirectional")
 ACTION_TEXT = re.compile(r"(BW|F|B|W)(\d+)(?:\.(\d+))?")
 LINE_LABEL = re.compile(r"\s*(?:rank\s*|r)?(\d+)\s*:")
 
@@ -76,15 +79,25 @@ class Message(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Which stage each chunk of each rank is. `loop`: stage = chunk * p + rank; `v`: rank, then 2p - 1 - rank."""
+    """Which stage each chunk of each rank is.
+
+    loop             stage = chunk * p + rank
+    v                rank for chunk 0, 2p - 1 - rank for chunk 1
+    bidirectional    rank for chunk 0, p - 1 - rank for chunk 1: each chunk is a stage of a pipeline of its own
+    """
 
     kind: str
     pp_size: int
     num_chunks: int = 1
 
     @property
+    def chunks_per_share(self) -> int:
+        """Chunks that make up a rank's share, one p-th of the model: all of them, or one where stages lie twice."""
+        return 1 if self.kind == "bidirectional" else self.num_chunks
+
+    @property
     def num_stages(self) -> int:
-        return self.pp_size * self.num_chunks
+        return self.pp_size * self.chunks_per_share
 
     def problems(self) -> list[str]:
         """What makes this placement impossible, in words; empty when nothing does."""
@@ -95,26 +108,45 @@ class Placement(NamedTuple):
             found.append(f"a placement of {self.pp_size} ranks x {self.num_chunks} chunks is empty; both must be >= 1")
         if self.kind == "v" and self.num_chunks != 2:
             found.append(f"a v placement folds the pipeline once: it has 2 chunks per rank, not {self.num_chunks}")
+        if self.kind == "bidirectional" and self.num_chunks != 2:
+            found.append(f"a bidirectional placement has 2 chunks per rank, one each way, not {self.num_chunks}")
+        if self.kind == "bidirectional" and self.pp_size % 2:
+            found.append(f"a bidirectional placement pairs ranks r and p-1-r: p must be even, not {self.pp_size}")
         return found
 
     def stage(self, rank: int, chunk: int) -> int:
-        if self.kind == "v" and chunk == 1:
-            return 2 * self.pp_size - 1 - rank
+        if chunk == 1 and self.kind != "loop":
+            return self.num_stages - 1 - rank
         return chunk * self.pp_size + rank
 
-    def where(self, stage: int) -> Place:
-        chunk, rank = divmod(stage, self.pp_size)
-        return Place(self.pp_size - 1 - rank if self.kind == "v" and chunk == 1 else rank, chunk)
+    def where(self, stage: int, direction: int = 0) -> Place:
+        """The place of a stage; of a bidirectional placement, the one in the pipeline of chunk `direction`."""
+        chunk, rank = (direction, stage) if self.kind == "bidirectional" else divmod(stage, self.pp_size)
+        return Place(self.pp_size - 1 - rank if chunk == 1 and self.kind != "loop" else rank, chunk)
 
     def previous(self, rank: int, chunk: int) -> Place | None:
         """The place whose output this one takes; None for the first stage, which takes tokens."""
         stage = self.stage(rank, chunk)
-        return self.where(stage - 1) if stage > 0 else None
+        return self.where(stage - 1, chunk) if stage > 0 else None
 
     def next(self, rank: int, chunk: int) -> Place | None:
         """The place that takes this one's output; None for the last stage, which makes the loss."""
         stage = self.stage(rank, chunk)
-        return self.where(stage + 1) if stage + 1 < self.num_stages else None
+        return self.where(stage + 1, chunk) if stage + 1 < self.num_stages else None
+
+    def mirror(self, rank: int, chunk: int) -> Place | None:
+        """The other place with the same stage, whose gradients are summed with this one's; None if there is none."""
+        return Place(self.pp_size - 1 - rank, 1 - chunk) if self.kind == "bidirectional" else None
+
+    def microbatches(self, chunk: int, num_microbatches: int) -> range:
+        """The microbatches that go through a chunk: all, or with two pipelines the first half and the second half.
+
+        A microbatch keeps its number in the step whichever way it goes: of 8, chunk 0 runs 0..3 and chunk 1 runs 4..7.
+        """
+        half = (num_microbatches + 1) // 2
+        if self.kind != "bidirectional":
+            return range(num_microbatches)
+        return range(half, num_microbatches) if chunk else range(half)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,6 +195,19 @@ def sent(action: Action, rank: int, placement: Placement) -> Message | None:
     else:
         return None
     return Message(kind, here, place, action.microbatch) if place and place.rank != rank else None
+
+
+def overlap_pairs(actions: Sequence[Action]) -> frozenset[int]:
+    """Indexes of every F that may run at the same time as the BW of another chunk that follows it at once (DualPipe).
+
+    Not the rank's first backward: it comes from ranks which may still wait for that very F.
+    """
+    pairs, seen_backward = [], False
+    for index, (action, after) in enumerate(zip(actions, actions[1:])):  # noqa: B905 (one shorter by design)
+        seen_backward = seen_backward or "B" in action.parts
+        if seen_backward and (action.kind, after.kind) == ("F", "BW") and action.chunk != after.chunk:
+            pairs.append(index)
+    return frozenset(pairs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ run, as W still needs the inputs of the linears; `peak_live_early` is what is le
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megatron_lite.schedules.actions import (
@@ -51,14 +51,15 @@ def check(schedule: Schedule, placement: Placement, num_microbatches: int) -> Ch
     return CheckReport(
         num_actions=sum(len(actions) for actions in schedule),
         num_messages=_check_links(schedule, placement),
-        peak_live=tuple(peak_live(actions, placement.num_chunks) for actions in schedule),
-        peak_live_early=tuple(peak_live(actions, placement.num_chunks, freed_by="B") for actions in schedule),
+        peak_live=tuple(peak_live(actions, placement.chunks_per_share) for actions in schedule),
+        peak_live_early=tuple(peak_live(actions, placement.chunks_per_share, freed_by="B") for actions in schedule),
     )
 
 
 def peak_live(actions: Sequence[Action], num_chunks: int, freed_by: str = "W") -> float:
     """Most microbatches alive at once on one rank, held from F until `freed_by` (W or B); a chunk weighs 1/num_chunks.
 
+    `num_chunks` are those that make up a rank's share of the model (`Placement.chunks_per_share`).
     It follows from the order alone: whatever the actions cost, a rank runs them one after another.
     """
     live = peak = 0
@@ -69,8 +70,17 @@ def peak_live(actions: Sequence[Action], num_chunks: int, freed_by: str = "W") -
     return peak / num_chunks
 
 
-def execution_order(schedule: Schedule, placement: Placement) -> list[tuple[int, int]]:
-    """(rank, index) of every action, each after all it needs; or a ScheduleError that says who waits for what."""
+def execution_order(schedule: Schedule, placement: Placement, pairs: Sequence[Collection[int]] = ()) -> list[tuple[int, int]]:
+    """(rank, index) of every action, each after all it needs; or a ScheduleError that says who waits for what.
+
+    `pairs` are, for each rank, the indexes of actions that start only when the one after them can start too.
+    """
+
+    def wanted(rank: int) -> list[Event]:
+        index = at[rank]
+        joined = bool(pairs) and index in pairs[rank]
+        return [event for action in schedule[rank][index : index + 1 + joined] for event in needs(action, rank, placement)]
+
     at = [0] * len(schedule)
     done: set[Event] = set()
     order: list[tuple[int, int]] = []
@@ -78,7 +88,7 @@ def execution_order(schedule: Schedule, placement: Placement) -> list[tuple[int,
     while moved:
         moved = False
         for rank, actions in enumerate(schedule):
-            while at[rank] < len(actions) and done.issuperset(needs(actions[at[rank]], rank, placement)):
+            while at[rank] < len(actions) and done.issuperset(wanted(rank)):
                 order.append((rank, at[rank]))
                 done.update(gives(actions[at[rank]], rank))
                 at[rank] += 1
@@ -86,7 +96,7 @@ def execution_order(schedule: Schedule, placement: Placement) -> list[tuple[int,
     waits = []
     for rank, actions in enumerate(schedule):
         if at[rank] < len(actions):
-            missing = [event for event in needs(actions[at[rank]], rank, placement) if event not in done]
+            missing = [event for event in wanted(rank) if event not in done]
             waits.append(f"{_name(rank, at[rank], actions[at[rank]])} waits for {' and '.join(map(str, missing))}")
     if waits:
         more = [f"and {len(waits) - MOST_WAITS} more ranks"] if len(waits) > MOST_WAITS else []
@@ -107,8 +117,10 @@ def _check_rank(rank: int, actions: Sequence[Action], placement: Placement, num_
             raise ScheduleError(f"{name}: unknown kind {action.kind!r}; choose from {', '.join(PARTS)}")
         if not 0 <= action.chunk < placement.num_chunks:
             raise ScheduleError(f"{name}: chunk {action.chunk} is not in 0..{placement.num_chunks - 1}")
-        if not 0 <= action.microbatch < num_microbatches:
-            raise ScheduleError(f"{name}: microbatch {action.microbatch} is not in 0..{num_microbatches - 1}")
+        numbers = placement.microbatches(action.chunk, num_microbatches)
+        if action.microbatch not in numbers:
+            through = f" of chunk {action.chunk}" if len(numbers) < num_microbatches else ""
+            raise ScheduleError(f"{name}: microbatch {action.microbatch} is not in {numbers.start}..{numbers.stop - 1}{through}")
         for event in gives(action, rank):
             if event in done:
                 raise ScheduleError(f"{name}: {event} runs a second time")
@@ -118,7 +130,7 @@ def _check_rank(rank: int, actions: Sequence[Action], placement: Placement, num_
                 raise ScheduleError(f"{name}: comes before {event}")
         done.update(gives(action, rank))
     for chunk in range(placement.num_chunks):
-        for microbatch in range(num_microbatches):
+        for microbatch in placement.microbatches(chunk, num_microbatches):
             for part, words in (("F", "forward"), ("B", "backward"), ("W", "weight gradient")):
                 if Event(part, rank, chunk, microbatch) not in done:
                     missing = Action(part, chunk, microbatch)

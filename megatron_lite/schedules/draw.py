@@ -28,6 +28,7 @@ def draw(timeline: Timeline, title: str = "", width: int | None = None, color: b
     rows = [_row(spans, unit, size, _cells(timeline.makespan, unit)) for spans in timeline.spans]
     length, margin = len(rows[0]), len(f"rank {len(rows) - 1} ")
     band = length if width is None else max(1, (width - margin - len("  peak 99.5")) // size)
+    band = ceil(length / ceil(length / band))  # as many bands, but of one length
     lines = [_title(timeline, title, exact)]
     for begin in range(0, length, band):
         end = min(begin + band, length)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from megatron_lite.schedules.actions import Action, Event, Placement, ScheduleError, gives, needs
+from megatron_lite.schedules.actions import Action, Event, Placement, ScheduleError, gives, needs, overlap_pairs
 from megatron_lite.schedules.check import Schedule, execution_order, peak_live
 
 Number = int | float | Fraction  # integers and fractions stay exact
@@ -21,12 +21,18 @@ Number = int | float | Fraction  # integers and fractions stay exact
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of F, B and W on one stage (one chunk), a number or one per stage; BW = B + W. Latency per message."""
+    """Time of F, B and W on one stage (one chunk), a number or one per stage; BW = B + W. Latency per message.
+
+    An F and a BW of another chunk right after it may run at the same time (`actions.overlap_pairs`). With `overlap`
+    None they run one after the other. Else they start together, when both can, and end together, F + BW - overlap *
+    min(F, BW) later: 0 hides nothing, 1 all of the shorter one.
+    """
 
     forward: Number | Sequence[Number] = 1
     input_grad: Number | Sequence[Number] = 1
     weight_grad: Number | Sequence[Number] = 1
     latency: Number = 0
+    overlap: Number | None = None
 
     def of(self, action: Action, stage: int) -> Number:
         table = {"F": self.forward, "B": self.input_grad, "W": self.weight_grad}
@@ -36,6 +42,8 @@ class Costs:
     def problems(self, num_stages: int) -> list[str]:
         """What is wrong with these costs for a pipeline of `num_stages` stages, in words."""
         found = [] if self.latency >= 0 else [f"latency {self.latency} is negative"]
+        if self.overlap is not None and not 0 <= self.overlap <= 1:
+            found.append(f"overlap {self.overlap} is no part of an action; it goes from 0 (none) to 1 (all hidden)")
         for name in ("forward", "input_grad", "weight_grad"):
             price = getattr(self, name)
             prices = price if isinstance(price, Sequence) else [price]
@@ -47,11 +55,19 @@ class Costs:
 
 
 def chunk_costs(
-    forward: Number, input_grad: Number, weight_grad: Number, num_chunks: int, latency: Number = 0
+    forward: Number,
+    input_grad: Number,
+    weight_grad: Number,
+    num_chunks: int,
+    latency: Number = 0,
+    overlap: Number | None = None,
 ) -> Costs:
-    """Costs of one chunk from those of a rank's whole share, so that schedules with different chunks compare."""
+    """Costs of one chunk from those of a rank's whole share, so that schedules with different chunks compare.
+
+    `num_chunks` are those that make up the share (`Placement.chunks_per_share`).
+    """
     shares = [Fraction(cost) / num_chunks for cost in (forward, input_grad, weight_grad)]
-    return Costs(*shares, latency)
+    return Costs(*shares, latency, overlap)
 
 
 class Span(NamedTuple):
@@ -106,25 +122,35 @@ class Timeline:
 def simulate(schedule: Schedule, placement: Placement, costs: Costs | None = None) -> Timeline:
     """Start every action as soon as its rank is free and what it needs is there. Sending costs the sender nothing.
 
-    The schedule is one that `check` accepts.
+    The schedule is one that `check` accepts. Two actions that overlap start and end together; the timeline divides
+    their time between them, so that spans never cover each other.
     """
     costs = costs or Costs()
     if problems := costs.problems(placement.num_stages):
         raise ScheduleError("; ".join(problems))
     if len(schedule) != placement.pp_size or not all(schedule):
         raise ScheduleError(f"every one of the {placement.pp_size} ranks needs actions; got {len(schedule)} lists")
+    pairs = [frozenset() if costs.overlap is None else overlap_pairs(actions) for actions in schedule]
     spans: list[list[Span]] = [[] for _ in schedule]
     done: dict[Event, Number] = {}
-    for rank, index in execution_order(schedule, placement):
-        action = schedule[rank][index]
-        ready = [done[event] + (costs.latency if event.rank != rank else 0) for event in needs(action, rank, placement)]
+    for rank, index in execution_order(schedule, placement, pairs):
+        if index - 1 in pairs[rank]:
+            continue  # ran with the one before it
+        together = schedule[rank][index : index + 1 + (index in pairs[rank])]
+        events = [event for action in together for event in needs(action, rank, placement)]
+        ready = [done[event] + (costs.latency if event.rank != rank else 0) for event in events]
         start = max([spans[rank][-1].end if spans[rank] else 0, *ready])
-        end = start + costs.of(action, placement.stage(rank, action.chunk))
-        spans[rank].append(Span(action, start, end))
-        done.update(dict.fromkeys(gives(action, rank), end))
+        times = [costs.of(action, placement.stage(rank, action.chunk)) for action in together]
+        end = start + sum(times) - (costs.overlap * min(times) if len(times) > 1 else 0)
+        if len(times) > 1 and end > start:
+            middle = start + (end - start) * times[0] / sum(times)
+            spans[rank] += [Span(together[0], start, middle), Span(together[1], middle, end)]
+        else:
+            spans[rank] += [Span(action, start, end) for action in together]
+        done.update((event, end) for action in together for event in gives(action, rank))
     return Timeline(
         placement=placement,
         spans=tuple(map(tuple, spans)),
-        peak_live=tuple(peak_live(actions, placement.num_chunks) for actions in schedule),
-        peak_live_early=tuple(peak_live(actions, placement.num_chunks, freed_by="B") for actions in schedule),
+        peak_live=tuple(peak_live(actions, placement.chunks_per_share) for actions in schedule),
+        peak_live_early=tuple(peak_live(actions, placement.chunks_per_share, freed_by="B") for actions in schedule),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_lite.comm import collectives as comm
 from megatron_lite.data.loader import BatchLoader
 from megatron_lite.training.setup import Trainer
 from megatron_lite.training.step import total, with_keys
@@ -28,5 +27,4 @@ def evaluate(trainer: Trainer, make_loader: Callable[[], BatchLoader], batches: 
             loss, tokens = loss + float(batch_loss), tokens + int(batch_tokens)
     finally:
         loader.close()
-        comm.barrier(trainer.mesh.world)
     return loss / tokens

@@ -11,7 +11,7 @@ import torch
 from megatron_lite.comm import collectives as comm
 from megatron_lite.config import Config
 from megatron_lite.data.loader import BatchLoader
-from megatron_lite.errors import ReportedError
+from megatron_lite.errors import ReportedError, peer_gone
 from megatron_lite.optim.clip import square_sum
 from megatron_lite.training.data import Splits, build_loader
 from megatron_lite.training.evaluate import evaluate
@@ -21,8 +21,6 @@ from megatron_lite.training.signals import StopSignal
 from megatron_lite.training.state import Progress, save
 from megatron_lite.training.step import train_step
 
-# What the transports say when the process at the other end has ended (shared memory, gloo, NCCL).
-PEER_GONE = ("processes have ended", "closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 MAX_SKIPS = 10  # steps without an update in a row: NaN weights do not heal
 
 
@@ -50,7 +48,7 @@ class Run:
         try:
             self._train()
         except RuntimeError as error:
-            if not any(text in str(error) for text in PEER_GONE):
+            if not peer_gone(error):
                 raise
             saved = f"saved last: iteration {self.saved_iteration}" if self.saved_iteration else "nothing was saved yet"
             raise TrainingError(f"after iteration {self.progress.iteration}: another rank is gone, and has said why unless "

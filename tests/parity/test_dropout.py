@@ -19,8 +19,9 @@ from megatron_lite.comm.mesh import build_mesh
 from megatron_lite.models import transformer
 from megatron_lite.models.attention import core_attention
 from megatron_lite.rng import REPLICATED, SHARDED, DropoutKey, dropout
+from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.setup import build_trainer, grid_of
-from megatron_lite.training.step import train_step, with_keys
+from megatron_lite.training.step import train_step
 
 CPU = torch.device("cpu")
 
@@ -180,16 +181,35 @@ def test_replicated_weights_stay_equal(pool, model, world, flags):
     assert all(torch.equal(p, second["params"][name]) for name, p in first["params"].items())
 
 
+class SameBatches:
+    """A loader that gives the global batch of step 0 for ever."""
+
+    def __init__(self, config, mesh):
+        self.batches = local_batches(config, mesh, 0)
+
+    def next_step(self):
+        return self.batches
+
+    def close(self):
+        pass
+
+
 def evaluated(rank, world, config):
+    """Validation loss, and the training loss of the same samples."""
     trainer = build_trainer(config, build_mesh(grid_of(config, world), CPU))
-    batches = with_keys(local_batches(config, trainer.mesh, 0), trainer.mesh, 7, None)
-    return [float(trainer.executor.evaluate(trainer.actions, batches).loss) for _ in range(2)]
+    losses = [evaluate(trainer, lambda: SameBatches(config, trainer.mesh), n, lambda: False) for n in (1, 3)]
+    return [*losses, train_step(trainer, local_batches(config, trainer.mesh, 0), 0, 0).loss]
 
 
 def test_evaluation_drops_nothing(pool):
+    """And it is the training loss of the same samples, whatever the cut (N13)."""
     plain, dropped = (evaluated(0, 1, config_for(model)) for model in (GPT, with_dropout(GPT, 0.5, 0.5)))
-    assert plain == dropped and plain[0] == plain[1] > 0
-    assert pool.run(evaluated, 2, 2, config_for(with_dropout(GPT, 0.5, 0.5), pp=2))[1] == pytest.approx(plain, rel=1e-12)
+    assert plain == pytest.approx([plain[0]] * 3, rel=1e-12) and dropped[:2] == plain[:2]
+    assert abs(dropped[2] / plain[2] - 1) > 1e-3
+    for world, micro_batch, flags in ((2, 1, {"pp": 2}), (4, 2, {"tp": 2})):
+        config = config_for(with_dropout(GPT, 0.5, 0.5), micro_batch=micro_batch, **flags)
+        for losses in pool.run(evaluated, world, world, config):
+            assert losses[:2] == pytest.approx(plain[:2], rel=1e-12)
 
 
 def test_training_goes_on_with_the_masks_of_its_iteration():

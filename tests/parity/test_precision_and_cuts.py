@@ -13,6 +13,7 @@ from layouts import (
     MODELS,
     assert_equal_runs,
     config_for,
+    global_batch,
     local_batches,
     merge,
     pieces,
@@ -143,6 +144,18 @@ def test_sgd_is_the_gradient(reference):
         torch.testing.assert_close(after["params"][name], start["params"][name] - 1e-2 * gradient, rtol=0, atol=1e-15)
 
 
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_loss_is_the_mean_over_unmasked_tokens(micro_batch):
+    """Against the sums by hand: one division, by the count of the whole global batch."""
+    config = config_for(GPT, micro_batch=micro_batch)
+    trainer = build_trainer(config, build_mesh(grid_of(config, 1), CPU))
+    tokens, labels, mask = global_batch(0)
+    total = sum(float(trainer.chunks[0](*(x[i : i + 1] for x in (tokens, labels, mask)))) for i in range(GLOBAL_BATCH))
+    report = train_step(trainer, local_batches(config, trainer.mesh, 0), 0, 0)
+    count = int(mask.sum())
+    assert report.tokens == count < mask.numel() and report.loss == pytest.approx(total / count, rel=1e-12)
+
+
 @pytest.mark.parametrize("size", [1, 3000, 10**9])
 def test_bucket_size_changes_nothing(pool, size):
     for world, flags in ((2, {}), (4, {"pp": 2})):
@@ -229,23 +242,31 @@ def test_clipping_scales_the_step(pool, world, flags):
         torch.testing.assert_close(tight, free * (1e-6 / (norm + 1e-6)), rtol=1e-5, atol=1e-16)
 
 
+def one_step_from_noise(config):
+    """{piece: (before, after)} of one step; biases start at zero, so everything is moved away from its start first."""
+    trainer = build_trainer(config, build_mesh(grid_of(config, 1), CPU))
+    for state in trainer.optimizer.states:
+        noise = torch.randn(state.master.shape, dtype=state.master.dtype, generator=torch.Generator().manual_seed(1))
+        state.master.add_(noise, alpha=0.1)
+    before = {(name, offset): tensor for name, _, offset, _, tensor in pieces(trainer, "param")}
+    run_steps(trainer, range(1))
+    return {(name, offset): (before[name, offset], tensor) for name, _, offset, _, tensor in pieces(trainer, "param")}
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("model", MODELS)
-def test_decay_shrinks_matrices_alone(reference, model, optimizer):
+def test_decay_shrinks_matrices_alone(model, optimizer):
     """For LayerNorm and RMSNorm (N18): p_decayed = p_plain - lr * decay * p_start on matrices, vectors are untouched."""
-    def after(decay, steps=1):
-        options = {"weight_decay": decay, "optimizer": optimizer}
-        return reference(replace(config_for(MODELS[model]), "optimizer", **options), steps)["params"]
-
-    start, plain, decayed = after(0.5, 0), after(0.0), after(0.5)
+    configs = [replace(config_for(MODELS[model]), "optimizer", weight_decay=decay, optimizer=optimizer) for decay in (0.0, 0.5)]
+    plain, decayed = map(one_step_from_noise, configs)
     kinds = set()
-    for name, p0 in start.items():
-        kinds.add(p0.dim())
-        if p0.dim() == 1:
-            assert torch.equal(plain[name], decayed[name]), name
+    for name, (start, after) in plain.items():
+        kinds.add(start.dim())
+        assert torch.equal(start, decayed[name][0]) and (start != 0).all()
+        if start.dim() == 1:
+            assert torch.equal(after, decayed[name][1]), name
         else:
-            torch.testing.assert_close(decayed[name], plain[name] - 1e-2 * 0.5 * p0, rtol=1e-12, atol=1e-15)
-            assert not torch.equal(plain[name], decayed[name])
+            torch.testing.assert_close(decayed[name][1], after - 1e-2 * 0.5 * start, rtol=1e-12, atol=1e-15)
     assert kinds == {1, 2}
 
 
@@ -373,6 +394,7 @@ LISTS = {  # name -> (model, ranks, flags, text, placement, chunks)
     "zb_h1_pp2_dp2": ("gpt_tied", 4, {"pp": 2}, zero_bubble(2, 4), "loop", 1),
     "interleaved_pp2": ("gpt_tied", 2, {"pp": 2}, interleaved(2, 2, 8), "loop", 2),
     "interleaved_tp2_pp2": ("llama_gqa", 4, {"pp": 2, "tp": 2}, interleaved(2, 2, 8), "loop", 2),
+    "v_tied": ("gpt_tied", 2, {"pp": 2}, v_shape(2, 8), "v", 2),  # both copies of the embedding on rank 0
     "v_pp2": ("llama_gqa", 2, {"pp": 2}, v_shape(2, 8), "v", 2),
 }
 
@@ -388,6 +410,32 @@ def test_any_list_gives_the_same_gradients(pool, reference, name):
     for rank, result in enumerate(results):
         stage = rank // (world // flags["pp"])  # pp is the slowest axis
         assert result["peak"] == [report.peak_live_early[stage] * chunks] * 2, "live microbatches"
+
+
+def contributions(rank, world, config, text):
+    """Gradient contributions that arrived during B, and during W, of all that this rank expects."""
+    trainer = build_trainer(config, build_mesh(grid_of(config, world), CPU))
+    trainer.actions = parse_schedule(text)[trainer.mesh.pp.rank]
+    during = {"_backward": 0, "_weight_grads": 0}
+
+    def counted(name, run):
+        def call(*args):
+            before = sum(bucket.arrived for bucket in trainer.engine.buckets)
+            run(*args)
+            during[name] += sum(bucket.arrived for bucket in trainer.engine.buckets) - before
+
+        return call
+
+    for name in during:
+        setattr(trainer.executor, name, counted(name, getattr(trainer.executor, name)))
+    run_steps(trainer, range(1))
+    return during["_backward"], during["_weight_grads"], sum(bucket.expected for bucket in trainer.engine.buckets)
+
+
+def test_weight_gradients_wait_for_their_w(pool):
+    """B computes none of them: that is what lets it answer the previous stage sooner."""
+    for during_b, during_w, expected in pool.run(contributions, 2, 2, config_for(LLAMA, pp=2), ZB_H1):
+        assert during_b == 0 and during_w == expected > 0
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -186,10 +186,10 @@ def test_another_architecture_is_refused_by_name(saved, name):
 
 
 SILENT = {  # the same shapes, another function
-    "heads": ("gpt_tp2", {"num_attention_heads": 4, "kv_channels": 8}, "num_attention_heads"),
-    "rope theta": ("llama_tp2", {"rotary_base": 500000.0}, "rotary_base"),
-    "rope pairs": ("llama_tp2", {"rotary_interleaved": True}, "rotary_interleaved"),
-    "gelu": ("gpt_tp2", {"openai_gelu": True}, "openai_gelu"),
+    "heads": ("gpt_tp2", {"num_attention_heads": 4, "kv_channels": 8}, "--num-attention-heads"),
+    "rope theta": ("llama_tp2", {"rotary_base": 500000.0}, "--rotary-base"),
+    "rope pairs": ("llama_tp2", {"rotary_interleaved": True}, "--rotary-interleaved"),
+    "gelu": ("gpt_tp2", {"openai_gelu": True}, "--openai-gelu"),
 }
 
 

@@ -178,6 +178,15 @@ def test_an_id_outside_the_vocabulary(tmp_path, ranks, flags):
     job.fails("777", "vocabulary", "128")
 
 
+def test_a_bad_id_in_the_validation_data(tmp_path):
+    """One of two ranks meets it in an evaluation, while the other waits for its share of the loss."""
+    with IndexedWriter(tmp_path / "corpus", np.uint16) as writer:
+        for document in range(40):
+            writer.add_document(np.full(100, 777 if document == 30 else 3))
+    flags = ["--split", "50,50", "--eval-interval", 1, "--eval-iters", 40]
+    Job(tmp_path, *train_on(tmp_path / "corpus", *flags), ranks=2).fails("777", "vocabulary", "128")
+
+
 def test_an_unreadable_tokenizer(tmp_path, corpus):
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken").mkdir()
@@ -316,10 +325,11 @@ def test_sigterm_saves(tmp_path, everyone):
     get it twice (R02): a checkpoint of the current iteration, and the end, well before torchrun's SIGKILL."""
     save = tmp_path / "save"
     flags = [*MOCK, "--train-iters", 100000, "--save", save, "--load", save, "--pipeline-model-parallel-size", 2]
-    flags += ["--eval-interval", 2, "--eval-iters", 5] if everyone else []  # most of the time is spent in evaluation
+    flags += ["--eval-interval", 2, "--eval-iters", 100000] if everyone else []  # it would be evaluating for minutes
     run = torchrun(tmp_path, "run", *flags)
     try:
-        wait_for(tmp_path / "run.out", "iteration        5", run)
+        wait_for(tmp_path / "run.out", f"iteration        {2 if everyone else 5}", run)
+        time.sleep(0.5)
         ranks = children_of(run.pid)
         assert len(ranks) == 2
         began = time.monotonic()
@@ -333,9 +343,10 @@ def test_sigterm_saves(tmp_path, everyone):
     said = (tmp_path / "run.out").read_text()
     assert "stopping after iteration" in said, (tmp_path / "run.err").read_text()[-3000:]
     last = tracker(save)
-    assert last >= 5 and f"stopping after iteration {last}: a signal" in said
+    assert last == 2 if everyone else last >= 5
+    assert f"stopping after iteration {last}: a signal" in said
     assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
-    job = Job(tmp_path, *flags, "--train-iters", last + 1, ranks=2).succeeds()
+    job = Job(tmp_path, *flags, "--eval-iters", 1, "--eval-interval", 1, "--train-iters", last + 1, ranks=2).succeeds()
     assert f"loading iteration {last}" in job.out()
 
 
@@ -351,6 +362,18 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
     os.kill(pid, signal.SIGINT)
     assert job.wait(5) == [128 + signal.SIGINT]
     assert "Traceback" not in job.err() and "signal 2" in job.err()
+
+
+def test_a_second_sigterm_is_no_hurry(tmp_path):
+    """A launcher may repeat itself, seconds later: the step is still finished and saved."""
+    save = tmp_path / "save"
+    job = Job(tmp_path, *MOCK, "--train-iters", 100000, "--save", save, "--global-batch-size", 800)
+    job.until("ready to train")
+    for pause in (0.5, 1.3):
+        time.sleep(pause)
+        os.kill(job.processes[0].pid, signal.SIGTERM)
+    job.succeeds()
+    assert f"stopping after iteration {tracker(save)}: a signal" in job.out()
 
 
 # ------------------------------------------------------------------------------------------------------------- starting
@@ -369,6 +392,7 @@ def test_a_bad_flag_under_a_restarting_launcher(tmp_path):
     assert not (tmp_path / "run.out").read_text()
 
 
+@pytest.mark.full
 def test_two_runs_at_the_same_time(tmp_path):
     """Neither takes the other's port (R05), and both compute the same."""
     flags = [*MOCK, "--train-iters", 2, "--tensor-model-parallel-size", 2]

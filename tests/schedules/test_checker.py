@@ -75,6 +75,46 @@ def test_turn_of_a_v_is_ordered_too():
         check(parse_schedule("F0.1 F0 BW0.1 BW0"), placement, 1)
 
 
+BIDIRECTIONAL = {
+    "wrong half": ("F0.0 F0.1\nF1.1 F0.0", r"rank 0, action 1 \(F0.1\): microbatch 0 is not in 1\.\.1 of chunk 1"),
+    "missing": ("F0.0 BW0.0 F1.1\nF0.0 F1.1 BW1.1 BW0.0", r"rank 0 never runs B1.1 \(nor BW1.1\)"),
+    # Each rank wants to end its own direction before it starts the other's.
+    "deadlock": (
+        "F0.0 BW0.0 F1.1 BW1.1\nF1.1 BW1.1 F0.0 BW0.0",
+        r"deadlock: rank 0, action 1 \(BW0\) waits for B0 of rank 1; rank 1, action 1 \(BW1.1\) waits for B1.1 of rank 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BIDIRECTIONAL)
+def test_broken_bidirectional_schedule_is_refused_by_name(name):
+    text, message = BIDIRECTIONAL[name]
+    with pytest.raises(ScheduleError, match=message):
+        check(parse_schedule(text), Placement("bidirectional", 2, 2), 2)
+
+
+def test_bidirectional_runs_half_of_the_microbatches_each_way():
+    placement = Placement("bidirectional", 2, 2)
+    report = check(parse_schedule("F0.0 F1.1 BW1.1 BW0.0\nF1.1 F0.0 BW0.0 BW1.1"), placement, 2)
+    assert (report.num_messages, report.peak_live) == (4, (2, 2))
+
+
+def test_v_with_a_wrong_order_is_refused_by_name():
+    schedule = build_schedule("zbv", 4, 2, 8)
+    first = schedule[1].index(Action("B", 1, 0))
+    schedule[1][first], schedule[1][first + 1] = schedule[1][first + 1], schedule[1][first]
+    with pytest.raises(ScheduleError, match=rf"rank 1, action {first} \(W0.1\): comes before B0.1 of rank 1"):
+        check(schedule, Placement("v", 4, 2), 8)
+
+
+def test_pairs_that_start_together_can_wait_for_each_other():
+    """Alone F1 comes first and BW0 later; joined they wait for what F1 makes possible."""
+    schedule, placement = parse_schedule("F0 F1 BW0 BW1\nF0 F1 BW0 BW1"), Placement("loop", 2)
+    assert len(execution_order(schedule, placement)) == 8
+    with pytest.raises(ScheduleError, match=r"rank 0, action 1 \(F1\) waits for B0 of rank 1"):
+        execution_order(schedule, placement, pairs=[{1}, set()])
+
+
 def test_long_deadlock_is_cut_short():
     schedule = build_schedule("1f1b", 20, 1, 4)
     schedule[0] = [Action("F", 0, 0), Action("BW", 0, 0)] + [a for a in schedule[0] if a.microbatch]
@@ -86,7 +126,8 @@ def test_long_deadlock_is_cut_short():
 @quick
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 8), st.data())
 def test_one_action_dropped_or_doubled_is_noticed(name, p, m, data):
-    schedule = build_schedule(name, p, 1, m)
+    p, chunks, m = sized(name, p, m)
+    schedule = build_schedule(name, p, chunks, m)
     actions = schedule[data.draw(st.integers(0, p - 1))]
     at = data.draw(st.integers(0, len(actions) - 1))
     if data.draw(st.booleans()):
@@ -94,7 +135,16 @@ def test_one_action_dropped_or_doubled_is_noticed(name, p, m, data):
     else:
         actions.insert(at, actions[at])
     with pytest.raises(ScheduleError):
-        check(schedule, schedule_placement(name, p, 1), m)
+        check(schedule, schedule_placement(name, p, chunks), m)
+
+
+def sized(name, p, m):
+    """The nearest sizes that the schedule has: (p, chunks, m)."""
+    p += p % 2 if name == "dualpipe" else 0
+    least = {"interleaved": p, "dualpipe": 2 * p, "dualpipev": 2 * p}.get(name, 1)
+    m = max(m, least)
+    m += {"interleaved": -m % p, "dualpipe": m % 2}.get(name, 0)
+    return p, SCHEDULES[name].default_chunks, m
 
 
 def has_cycle(schedule, placement):
@@ -115,23 +165,26 @@ def has_cycle(schedule, placement):
 @quick
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 4), st.integers(2, 5), st.data())
 def test_deadlock_is_found_exactly_when_there_is_a_cycle(name, p, m, data):
-    schedule, placement = build_schedule(name, p, 1, m), schedule_placement(name, p, 1)
+    p, chunks, m = sized(name, p, m)
+    schedule, placement = build_schedule(name, p, chunks, m), schedule_placement(name, p, chunks)
     for _ in range(data.draw(st.integers(1, 3))):
         actions = schedule[data.draw(st.integers(0, p - 1))]
-        i, j = data.draw(st.integers(0, 2 * m - 1)), data.draw(st.integers(0, 2 * m - 1))
+        i, j = data.draw(st.integers(0, len(actions) - 1)), data.draw(st.integers(0, len(actions) - 1))
         actions[i], actions[j] = actions[j], actions[i]
     if has_cycle(schedule, placement):
         with pytest.raises(ScheduleError, match="deadlock"):
             execution_order(schedule, placement)
     else:
-        assert sorted(execution_order(schedule, placement)) == [(r, i) for r in range(p) for i in range(2 * m)]
+        every = [(rank, index) for rank, actions in enumerate(schedule) for index in range(len(actions))]
+        assert sorted(execution_order(schedule, placement)) == every
 
 
 @quick
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 12))
 def test_messages_alone_carry_a_schedule(name, p, m):
     """Run it with first-in first-out channels and nothing else: each receive finds the message it expects."""
-    schedule, placement = build_schedule(name, p, 1, m), schedule_placement(name, p, 1)
+    p, chunks, m = sized(name, p, m)
+    schedule, placement = build_schedule(name, p, chunks, m), schedule_placement(name, p, chunks)
     channels = defaultdict(deque)
     for rank, index in execution_order(schedule, placement):
         action = schedule[rank][index]

@@ -1,16 +1,15 @@
 """Worked schedules for 4 ranks and 8 microbatches, written out as text, and what they turn out to cost.
 
-They cover what the built-in schedules do not use: split backwards, several chunks, a v placement.
-
-Interleaved 1F1B (Narayanan et al., 2021), ZB-H1 and ZB-H2 (Qi et al., 2023), ZBV (Qi et al., 2024).
+Interleaved 1F1B (Narayanan et al., 2021), ZB-H1 and ZB-H2 (Qi et al., 2023), ZBV (Qi et al., 2024), DualPipe
+(DeepSeek-AI, 2024; the upper half of the ranks, the lower one mirrors it) and DualPipeV (first and last rank).
 """
 
 from fractions import Fraction
 
 import pytest
 
-from megatron_lite.schedules import build_schedule
-from megatron_lite.schedules.actions import Placement, format_schedule, parse_schedule
+from megatron_lite.schedules import build_schedule, schedule_placement
+from megatron_lite.schedules.actions import Action, Placement, format_schedule, parse_schedule
 from megatron_lite.schedules.check import check
 from megatron_lite.schedules.simulate import chunk_costs, simulate
 
@@ -45,6 +44,13 @@ r2: F0 F1 F2 F0.1 F3 F1.1 F4 F2.1 B0.1 W0.1 F3.1 B1.1 W1.1 F5 B0 W0 F4.1 B2.1 W2
 r3: F0 F0.1 F1 F1.1 F2 F2.1 F3 F3.1 B0.1 W0.1 F4 B0 W0 F4.1 B1.1 W1.1 F5 B1 W1 F5.1 B2.1 W2.1 F6 B2 W2 F6.1 B3.1 W3.1 F7 B3 W3 F7.1 B4.1 W4.1 B4 B5.1 B5 B6.1 B6 B7.1 B7 W4 W5.1 W6.1 W7.1 W5 W6 W7
 """  # noqa: E501
 
+DUALPIPE = """
+r0: F0.0 F1.0 F2.0 F4.1 B4.1 W4.1 F5.1 F3.0 BW5.1 F6.1 BW0.0 BW6.1 F7.1 BW1.0 BW7.1 B2.0 W2.0 B3.0 W3.0
+r1: F0.0 F4.1 F1.0 F5.1 F2.0 BW4.1 F6.1 BW0.0 F3.0 BW5.1 F7.1 BW1.0 BW6.1 BW2.0 B7.1 B3.0 W7.1 W3.0
+"""
+DUALPIPEV_FIRST = "F0 F1 F2 F3 F4 F5 F6 F0.1 B0.1 W0.1 F1.1 B1.1 W1.1 F2.1 B2.1 W2.1 F3.1 F7 BW3.1 F4.1 BW0 BW4.1 F5.1 BW1 BW5.1 F6.1 BW2 BW6.1 F7.1 BW3 BW7.1 B4 W4 B5 W5 B6 W6 B7 W7"  # noqa: E501
+DUALPIPEV_LAST = "F0 F0.1 F1 F1.1 F2 F2.1 F3 F3.1 F4 BW0.1 F4.1 BW0 F5 BW1.1 F5.1 BW1 F6 BW2.1 F6.1 BW2 F7 BW3.1 F7.1 BW3 BW4.1 BW4 BW5.1 BW5 B6.1 B6 B7.1 B7 W6.1 W6 W7.1 W7"  # noqa: E501
+
 # text, placement kind, chunks; makespan, sync bubble, span bubble; peaks held until W, until B
 WORKED = {
     "1f1b": (ONE_F_ONE_B, "loop", 1, 33, 9, 9, (4, 3, 2, 1), (4, 3, 2, 1)),
@@ -73,8 +79,34 @@ def test_text_form_round_trips(name):
     assert parse_schedule(format_schedule(schedule)) == schedule
 
 
-def test_built_1f1b_is_the_worked_one():
-    assert build_schedule("1f1b", 4, 1, 8) == parse_schedule(ONE_F_ONE_B)
+@pytest.mark.parametrize("name", WORKED)
+def test_built_schedule_is_the_worked_one(name):
+    assert build_schedule(name, 4, WORKED[name][2], 8) == parse_schedule(WORKED[name][0])
+
+
+def test_built_dualpipe_is_the_worked_one():
+    built, upper = build_schedule("dualpipe", 4, 2, 8), parse_schedule(DUALPIPE)
+    assert built[:2] == upper
+    # Rank p-1-r does the same the other way round: chunks swapped, microbatches 0..3 for 4..7.
+    lower = [[Action(a.kind, 1 - a.chunk, (a.microbatch + 4) % 8) for a in actions] for actions in reversed(upper)]
+    assert built[2:] == lower
+
+
+def test_built_dualpipev_is_the_worked_one():
+    built = build_schedule("dualpipev", 4, 2, 8)
+    assert [built[0], built[3]] == parse_schedule(f"{DUALPIPEV_FIRST}\n{DUALPIPEV_LAST}")
+
+
+# name: step with pairs F|BW started together, step with one after the other, peak on every rank
+@pytest.mark.parametrize(("name", "together", "in_turn", "peak"), [("dualpipe", 26, 25, 5), ("dualpipev", 27, 25.5, 4.5)])
+def test_worked_dualpipe(name, together, in_turn, peak):
+    schedule, placement = build_schedule(name, 4, 2, 8), schedule_placement(name, 4, 2)
+    report = check(schedule, placement, 8)
+    assert report.peak_live == report.peak_live_early == (peak,) * 4
+    for overlap, makespan in ((0, together), (None, in_turn)):
+        timeline = simulate(schedule, placement, chunk_costs(1, 1, 1, placement.chunks_per_share, overlap=overlap))
+        assert timeline.busy == (24,) * 4
+        assert (timeline.makespan, timeline.sync_bubble, timeline.span_bubble) == (makespan,) + (makespan - 24,) * 2
 
 
 def test_zero_bubble_ranks_end_one_after_another():

@@ -53,7 +53,7 @@ def assert_alike(mine, theirs, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("n", "width", "chunk_rows"), [(1, 50, 8), (7, 50, 8), (8, 50, 8), (33, 50, 8), (33, 64, 1), (20, 96, 1000)])
+@pytest.mark.parametrize(("n", "width", "chunk_rows"), [(1, 50, 8), (7, 50, 8), (8, 50, 8), (33, 50, 8), (9, 64, 1), (9, 96, 9)])
 def test_against_torch(monkeypatch, dtype, smoothing, n, width, chunk_rows):
     monkeypatch.setattr(vocab, "LOGITS_CHUNK_BYTES", 4 * width * chunk_rows)
     logits, labels, mask = case(n, 50, width, dtype)

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# LLaMA-2 70B on 64 GPUs in three dimensions: tensor 8 (one node) x pipeline 4 x data 2. Variables: examples/launch.sh.
+#
+#     NNODES=8 NODE_RANK=0 MASTER_ADDR=node0 DATA_PATH=data/corpus_text_document bash examples/llama2_70b.sh
+set -euo pipefail
+NNODES=${NNODES:-8}
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+
+launch \
+    --model llama2-70b --bf16 \
+    --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 \
+    --micro-batch-size 1 --global-batch-size 1024 --train-iters 500000 \
+    --lr 1.5e-4 --min-lr 1.5e-5 --lr-decay-style cosine --lr-warmup-iters 2000 \
+    --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --log-interval 10 \
+    "$@"

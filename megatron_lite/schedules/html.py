@@ -1,0 +1,73 @@
+"""Timelines as a web page that needs nothing else: the pictures one above the other on one time scale, and a table."""
+
+from collections.abc import Mapping
+from html import escape
+
+from megatron_lite.schedules.simulate import Timeline
+from megatron_lite.schedules.svg import draw_svg
+
+STYLE = """
+:root { color-scheme: light; }
+body { margin: 0; background: #f6f7f9; color: #2b3440; line-height: 1.45;
+       font-family: system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif; }
+main { max-width: 1320px; margin: 0 auto; padding: 28px 24px 48px; }
+h1 { font-size: 24px; margin: 0 0 18px; }
+section { background: #fff; border: 1px solid #e3e7ec; border-radius: 10px; margin: 0 0 22px; overflow: hidden; }
+.picture { overflow-x: auto; padding: 6px 0; }
+.picture svg { display: block; }
+dl { display: flex; flex-wrap: wrap; gap: 0; margin: 0; border-bottom: 1px solid #e3e7ec; }
+dl div { padding: 14px 22px; border-right: 1px solid #e3e7ec; }
+dt { font-size: 12px; color: #5a6675; }
+dd { margin: 2px 0 0; font-size: 20px; font-weight: 600; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; font-size: 13px; margin: 4px 22px 18px 74px; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 3px 0 3px 26px; }
+th { color: #5a6675; font-weight: 500; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+p { font-size: 13px; color: #5a6675; max-width: 90ch; margin: 6px 2px; }
+"""
+NOTES = (
+    "A bubble is time in which a rank is idle. The sync bubble counts it until the step ends for all ranks together, as a "
+    "training step does; without a barrier counts only what lies between a rank's own first and last action.",
+    "Peak live is the most microbatches whose activations a rank holds at once, in microbatches of its own share of the "
+    "model, from the forward until the weight gradient (or until the input gradient, if that already frees them).",
+)
+
+
+def draw_html(timelines: Mapping[str, Timeline], title: str) -> str:
+    """A page with a picture for every name, such as one schedule, several to compare, or predicted and measured."""
+    until = max(timeline.makespan for timeline in timelines.values())
+    bubbles = ", ".join(f"{timeline.sync_fraction:.1%}" for timeline in timelines.values())
+    page_title = f"{title}, bubble {bubbles}"
+    sections = [_section(name, timeline, draw_svg(timeline, name, until)) for name, timeline in timelines.items()]
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(page_title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
+            f"<h1>{escape(page_title)}</h1>",
+            *sections,
+            *(f"<p>{escape(note)}</p>" for note in NOTES),
+            "</main>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _section(name: str, timeline: Timeline, picture: str) -> str:
+    facts = {
+        "step": f"{float(timeline.makespan):.6g}",
+        "sync bubble": f"{float(timeline.sync_bubble):.6g}",
+        "of the step": f"{timeline.sync_fraction:.1%}",
+        "without a barrier": f"{float(timeline.span_bubble):.6g}",
+        "peak live": f"{max(timeline.peak_live):g}",
+    }
+    cards = "".join(f"<div><dt>{words}</dt><dd>{value}</dd></div>" for words, value in facts.items())
+    rows = "".join(
+        f"<tr><td>rank {rank}</td><td>{float(timeline.busy[rank]):.6g}</td><td>{float(timeline.idle[rank]):.6g}</td>"
+        f"<td>{timeline.peak_live[rank]:g}</td><td>{timeline.peak_live_early[rank]:g}</td></tr>"
+        for rank in range(len(timeline.spans))
+    )
+    head = "<tr><th></th><th>busy</th><th>idle</th><th>peak live</th><th>freed by input gradient</th></tr>"
+    return (
+        f'<section aria-label="{escape(name)}"><dl>{cards}</dl>\n<div class="picture">\n{picture}</div>\n'
+        f"<table>{head}{rows}</table></section>"
+    )

@@ -1,0 +1,58 @@
+"""The example scripts: each one's plan, two tiny steps of each, and the quickstart from its first to its last section."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGURATIONS = {"gpt2_small": 1, "llama3_8b": 8, "llama2_70b": 64, "gpt3_175b": 1024}  # script -> ranks
+SECTIONS = ["1. The plan", "2. The text", "3. Training", "4. The same first", "5. The checkpoint", "6. Text", "Done in"]
+
+
+def run(script, *arguments, timeout=180, **variables):
+    return subprocess.run(["bash", f"examples/{script}.sh", *arguments], cwd=ROOT, env=os.environ | variables,
+                          capture_output=True, text=True, timeout=timeout)  # fmt: skip
+
+
+def test_all_scripts_are_known():
+    assert {path.stem for path in (ROOT / "examples").glob("*.sh")} == {*CONFIGURATIONS, "quickstart", "launch"}
+
+
+@pytest.mark.parametrize("script", CONFIGURATIONS)
+def test_dry_run(script):
+    done = run(script, "--seed", "7", DRY_RUN="1")
+    assert done.returncode == 0, done.stderr
+    assert f"= {CONFIGURATIONS[script]} rank" in done.stdout and "largest rank" in done.stdout
+
+
+@pytest.mark.parametrize("script", ["gpt2_small", "llama2_70b", pytest.param("llama3_8b", marks=pytest.mark.full),
+                                    pytest.param("gpt3_175b", marks=pytest.mark.full)])  # fmt: skip
+def test_two_tiny_steps(script, tmp_path):
+    done = run(script, "--seed", "7", TINY="1", SAVE=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "iteration        2/       2" in done.stdout
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+
+def test_flags_given_to_a_script_win():
+    assert "2 microbatches" in run("llama3_8b", "--global-batch-size", "2", DRY_RUN="1").stdout
+
+
+def check_quickstart(folder, timeout, **variables):
+    done = run("quickstart", DEVICE="cpu", QUICKSTART_OUT=str(folder), timeout=timeout, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    places = [done.stdout.index(title) for title in SECTIONS]
+    assert places == sorted(places)
+    assert "outside" not in done.stdout and done.stdout.count("largest difference") == 2
+    assert done.stderr == ""
+
+
+def test_short_quickstart(tmp_path):
+    check_quickstart(tmp_path / "q", 300, QUICKSTART_ITERS="4")
+
+
+@pytest.mark.full
+def test_quickstart(tmp_path):
+    check_quickstart(tmp_path / "q", 900)

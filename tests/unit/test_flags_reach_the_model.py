@@ -1,0 +1,335 @@
+"""Every flag does something: changed on the command line, it changes what a run computes, writes or says (F01).
+
+A row: (base flags, changed flags, what must differ). Each runs through pretrain_gpt.main, on one tiny model in fp64, so
+that no effect is too small to be seen. A flag of config.py without a row fails the last test.
+"""
+
+import json
+import signal
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron_lite.arguments import parse
+from megatron_lite.comm import launch
+from megatron_lite.comm.mesh import build_mesh
+from megatron_lite.config import GROUPS
+from megatron_lite.data.indexed import IndexedWriter
+from megatron_lite.rules import flag_name
+from megatron_lite.training import data, logging, setup
+from megatron_lite.training.setup import build_trainer, grid_of
+
+TINY = ("--num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
+        "--global-batch-size 4 --vocab-size 40 --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.2 --lr 1e-2 "
+        "--log-interval 1 --log-params-norm --peak-tflops 1")  # fmt: skip
+RUN = "--fp64 --mock-data --train-iters 3"
+ROPE = "--position-embedding-type rope"
+SCALED = f"{ROPE} --use-rope-scaling --rope-original-max-position 32 --rope-scaling-factor 2"
+GQA = "--num-attention-heads 4 --group-query-attention"
+WARM = "--lr-warmup-iters 2"
+WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 2"
+EVAL = "--eval-interval 1 --eval-iters 1"
+SAVE = "--save {tmp}/save"
+LOAD = "--load {tmp}/start --train-iters 7"  # 4 iterations were saved
+WANDB = "--wandb-project p"
+REAL = "--fp64 --train-iters 3 --data-path {tmp}/corpus"  # without --mock-data
+BYTES = f"{REAL} --tokenizer-type NullTokenizer --vocab-size 39"
+
+# field -> (added to the base, added to the changed run, observable that must differ)
+ROWS = {
+    # model
+    "model": ("", "--model gpt2", "loss"),  # its GELU
+    "num_layers": ("", "--num-layers 3", "loss"),
+    "hidden_size": ("", "--hidden-size 32", "loss"),
+    "ffn_hidden_size": ("", "--ffn-hidden-size 32", "loss"),
+    "num_attention_heads": ("", "--num-attention-heads 4", "loss"),
+    "group_query_attention": ("--num-attention-heads 4", "--group-query-attention --num-query-groups 2", "loss"),
+    "num_query_groups": (f"{GQA} --num-query-groups 2", "--num-query-groups 1", "loss"),
+    "kv_channels": ("", "--kv-channels 4", "loss"),
+    "seq_length": ("", "--seq-length 12 --max-position-embeddings 16", "loss"),
+    "max_position_embeddings": ("", "--max-position-embeddings 20", "params"),
+    "position_embedding_type": ("", ROPE, "loss"),
+    "rotary_base": (ROPE, "--rotary-base 500", "loss"),
+    "rotary_percent": (ROPE, "--rotary-percent 0.5", "loss"),
+    "rotary_interleaved": (ROPE, "--rotary-interleaved", "loss"),
+    "rotary_seq_len_interpolation_factor": (ROPE, "--rotary-seq-len-interpolation-factor 2", "loss"),
+    "use_rope_scaling": (ROPE, "--use-rope-scaling --rope-original-max-position 32", "loss"),
+    "rope_scaling_factor": (SCALED, "--rope-scaling-factor 4", "loss"),
+    "rope_low_freq_factor": (SCALED, "--rope-low-freq-factor 0.5", "loss"),
+    "rope_high_freq_factor": (SCALED, "--rope-high-freq-factor 8", "loss"),
+    "rope_original_max_position": (SCALED, "--rope-original-max-position 16", "loss"),
+    "normalization": ("", "--normalization RMSNorm", "loss"),
+    "norm_epsilon": ("", "--norm-epsilon 1e-3", "loss"),
+    "swiglu": ("", "--swiglu", "loss"),
+    "openai_gelu": ("", "--openai-gelu", "loss"),
+    "disable_bias_linear": ("", "--disable-bias-linear", "norm"),
+    "add_qkv_bias": ("--disable-bias-linear", "--add-qkv-bias", "norm"),
+    "qk_layernorm": ("", "--qk-layernorm", "loss"),
+    "untie_embeddings_and_output_weights": ("", "--untie-embeddings-and-output-weights", "loss"),
+    "make_vocab_size_divisible_by": ("", "--make-vocab-size-divisible-by 7", "built"),
+    "hidden_dropout": ("", "--hidden-dropout 0.1", "loss"),
+    "attention_dropout": ("", "--attention-dropout 0.1", "loss"),
+    "init_method_std": ("", "--init-method-std 0.1", "loss"),
+    "label_smoothing": ("", "--label-smoothing 0.1", "loss"),
+    # parallelism: what the ranks build
+    "tensor_model_parallel_size": ("ranks 2", "--tensor-model-parallel-size 2", "built"),
+    "sequence_parallel": ("ranks 2 --tensor-model-parallel-size 2", "--sequence-parallel", "built"),
+    "pipeline_model_parallel_size": ("ranks 2", "--pipeline-model-parallel-size 2", "built"),
+    "pipeline_schedule": ("ranks 2 --pipeline-model-parallel-size 2", "--pipeline-schedule gpipe", "built"),
+    "decoder_first_pipeline_num_layers": ("ranks 2 --num-layers 3 --pipeline-model-parallel-size 2",
+                                          "--decoder-first-pipeline-num-layers 1", "built"),
+    "decoder_last_pipeline_num_layers": ("ranks 2 --num-layers 3 --pipeline-model-parallel-size 2",
+                                         "--decoder-last-pipeline-num-layers 2", "built"),
+    "no_overlap_grad_reduce": ("ranks 2", "--no-overlap-grad-reduce", "built"),
+    "ddp_bucket_size": ("ranks 2", "--ddp-bucket-size 100000", "built"),
+    "distributed_backend": ("", "--distributed-backend gloo", "joined"),
+    "distributed_timeout_minutes": ("", "--distributed-timeout-minutes 3", "joined"),
+    # optimizer
+    "optimizer": ("", "--optimizer sgd", "params"),
+    "lr": ("", "--lr 2e-2", "params"),
+    "min_lr": ("", "--min-lr 1e-3", "params"),
+    "lr_decay_style": ("", "--lr-decay-style cosine", "params"),
+    "lr_decay_iters": ("", "--lr-decay-iters 9", "params"),
+    "lr_decay_samples": ("", "--lr-decay-samples 9", "params"),
+    "lr_warmup_iters": ("", WARM, "params"),
+    "lr_warmup_samples": ("", "--lr-warmup-samples 5", "params"),
+    "lr_warmup_fraction": ("", "--lr-warmup-fraction 0.5", "params"),
+    "lr_warmup_init": (WARM, "--lr-warmup-init 1e-3", "params"),
+    "lr_wsd_decay_style": (WSD, "--lr-wsd-decay-style linear", "params"),
+    "lr_wsd_decay_iters": (WSD, "--lr-wsd-decay-iters 3", "params"),
+    "lr_wsd_decay_samples": ("--lr-decay-style WSD --lr-wsd-decay-samples 8", "--lr-wsd-decay-samples 7", "params"),
+    "weight_decay": ("", "--weight-decay 0.2", "params"),
+    "clip_grad": ("--optimizer sgd", "--clip-grad 0.01", "params"),
+    "adam_beta1": ("", "--adam-beta1 0.8", "params"),
+    "adam_beta2": ("", "--adam-beta2 0.9", "params"),
+    "adam_eps": ("", "--adam-eps 1e-3", "params"),
+    "sgd_momentum": ("--optimizer sgd", "--sgd-momentum 0.5", "params"),
+    # precision
+    "bf16": ("only --mock-data --train-iters 3", "--bf16", "loss"),
+    "fp64": ("only --mock-data --train-iters 3", "--fp64", "loss"),
+    # data
+    "data_path": (f"only {REAL}", "--data-path {tmp}/other", "loss"),
+    "split": (f"only {REAL}", "--split 40,60", "loss"),
+    "mock_data": (f"only {REAL}", "without --data-path --mock-data", "loss"),
+    "tokenizer_type": (f"only {REAL}", "--tokenizer-type NullTokenizer --vocab-size 40", "loss"),  # its own end of document
+    "tokenizer_model": (f"only {REAL} --vocab-size 80 --tokenizer-type HuggingFaceTokenizer --tokenizer-model {{tmp}}/small",
+                        "--tokenizer-model {tmp}/missing", "failure"),
+    "vocab_size": ("", "--vocab-size 41", "loss"),
+    "eod_mask_loss": (f"only {BYTES}", "--eod-mask-loss", "loss"),
+    "num_workers": ("", "--num-workers 0", "prefetch"),
+    # training
+    "micro_batch_size": ("", "--micro-batch-size 1", "built"),  # the loss must not change: tests/parity
+    "global_batch_size": ("", "--global-batch-size 2", "loss"),
+    "train_iters": ("", "--train-iters 2", "iterations"),
+    "train_samples": ("only --fp64 --mock-data --train-samples 8", "--train-samples 12", "iterations"),
+    "exit_interval": ("", "--exit-interval 2", "iterations"),
+    "exit_duration_in_mins": ("", "--exit-duration-in-mins 1e-9", "iterations"),
+    "eval_iters": (EVAL, "--eval-iters 2", "validation"),
+    "eval_interval": (EVAL, "--eval-interval 2", "validation"),
+    "seed": ("", "--seed 5", "loss"),
+    "compile": ("", "--compile", "compiled"),
+    "dry_run": ("", "--dry-run", "iterations"),
+    "world_size": ("--dry-run --world-size 1", "--world-size 2", "says"),
+    # checkpoint
+    "save": ("", SAVE, "files"),
+    "load": ("--train-iters 7", LOAD, "loss"),
+    "save_interval": (SAVE, "--save-interval 2", "files"),
+    "no_save_optim": (SAVE, "--no-save-optim", "files"),
+    "no_load_optim": (LOAD, "--no-load-optim", "params"),
+    "finetune": (LOAD, "--finetune", "iterations"),
+    # logging
+    "log_interval": ("", "--log-interval 5", "iterations"),
+    "jsonl": ("", "--jsonl {tmp}/other.jsonl", "files"),
+    "tensorboard_dir": ("", "--tensorboard-dir {tmp}/board", "sinks"),
+    "wandb_project": ("", WANDB, "sinks"),
+    "wandb_exp_name": (WANDB, "--wandb-exp-name a", "sinks"),
+    "wandb_entity": (WANDB, "--wandb-entity a", "sinks"),
+    "wandb_save_dir": (WANDB, "--wandb-save-dir {tmp}/w", "sinks"),
+    "log_params_norm": ("", "without --log-params-norm", "params"),
+    "peak_tflops": ("", "--peak-tflops 2", "mfu"),
+}  # fmt: skip
+
+
+def built(rank, argv, world):
+    """What one rank makes of a command line, without training."""
+    config, problems = parse(argv, world)
+    assert not problems, problems
+    mesh = build_mesh(grid_of(config, world), torch.device("cpu"))
+    trainer = build_trainer(config, mesh)
+    return {
+        "shapes": [(p.shard.name, tuple(p.shape)) for chunk in trainer.chunks for p in chunk.parameters()],
+        "layers": [layer.layer for chunk in trainer.chunks for layer in chunk.layers],
+        "buckets": [bucket.layout.size for bucket in trainer.engine.buckets],
+        "cut activations": trainer.chunks[0].tp.sequence_parallel,
+        "overlap": trainer.engine.overlap,
+        "actions": [str(action) for action in trainer.actions],
+        "activation": trainer.executor.shape,
+    }
+
+
+def recorder(made, name):
+    """A kind of sink that only remembers how it was made."""
+
+    class Sink:
+        run = SimpleNamespace(id="an-id")
+
+        def __init__(self, *args):
+            made.append((name, *(str(a) for a in args if not isinstance(a, dict))))
+
+        def write(self, iteration, values):
+            pass
+
+        def close(self):
+            pass
+
+    return Sink
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two corpora, and a checkpoint of four iterations."""
+    folder = tmp_path_factory.mktemp("flags")
+    for seed, name in enumerate(("corpus", "other")):
+        generator = np.random.default_rng(seed)
+        with IndexedWriter(folder / name, np.uint16) as writer:
+            for _ in range(50):
+                writer.add_document([*generator.integers(0, 39, 30), 39])
+    flags = f"{TINY} {RUN} --train-iters 4 --save {folder}/start"
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = launch.keep_heap
+    launch.keep_heap = lambda: False
+    try:
+        assert pretrain_gpt.main(flags.split()) == 0
+    finally:
+        launch.keep_heap = before
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return folder
+
+
+@pytest.fixture
+def observe(files, tmp_path, monkeypatch, capsys):
+    """Runs a command line in this process; everything that a flag may change, by name."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch, "keep_heap", lambda: False)
+
+    def run(flags, name):
+        folder = tmp_path / name
+        folder.mkdir()
+        seen = {"joined": [], "sinks": [], "prefetch": [], "compiled": 0}
+        monkeypatch.setattr(launch, "init_from_env", lambda *args: seen["joined"].append(args) or (0, 1, torch.device("cpu")))
+        monkeypatch.setattr(logging, "WandbSink", recorder(seen["sinks"], "wandb"))
+        monkeypatch.setattr(logging, "TensorBoardSink", recorder(seen["sinks"], "tensorboard"))
+        loader = setup_loader
+
+        def recorded(*args, **options):
+            seen["prefetch"].append(options["prefetch"])
+            return loader(*args, **options)
+
+        def compiled(*args, **options):
+            seen["compiled"] += 1
+
+        monkeypatch.setattr(data, "BatchLoader", recorded)
+        monkeypatch.setattr(setup, "compile_elementwise", compiled)
+        text = flags.replace("{tmp}/save", str(folder / "save")).replace("{tmp}/other.jsonl", str(folder / "other.jsonl"))
+        argv = ["--jsonl", str(folder / "log.jsonl"), *text.replace("{tmp}", str(files)).split()]
+        capsys.readouterr()
+        code = pretrain_gpt.main(argv)
+        out, err = capsys.readouterr()
+        log = next(iter(sorted(folder.glob("*.jsonl"))), None)
+        rows = [json.loads(line) for line in log.read_text().splitlines()] if log else []
+        steps = [row for row in rows if "lm loss" in row]
+        return seen | {
+            "failure": code and err,
+            "loss": [row["lm loss"] for row in steps],
+            "norm": [row["grad-norm"] for row in steps],
+            "params": [row.get("params-norm") for row in steps],
+            "iterations": [row["iteration"] for row in steps],
+            "validation": [(row["iteration"], row["lm loss validation"]) for row in rows if "lm loss validation" in row],
+            "mfu": [round(row["mfu-percent"] / row["throughput"], 6) for row in steps if row["throughput"]],
+            "files": sorted(f"{p.relative_to(folder)} {p.stat().st_size if p.suffix == '.safetensors' else ''}"
+                            for p in folder.rglob("*")),
+            "says": out,
+        }  # fmt: skip
+
+    setup_loader = data.BatchLoader
+    yield run
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def command_lines(field):
+    """(base, changed) as text, and the number of ranks that build them."""
+    base, change, _ = ROWS[field]
+    world = 1
+    if base.startswith("ranks "):
+        _, number, *rest = base.split()
+        world, base = int(number), " ".join(rest)
+    base = f"{TINY} {base.removeprefix('only ')}" if base.startswith("only ") else f"{TINY} {RUN} {base}"
+    changed = base
+    if change.startswith("without "):
+        _, flag, *rest = change.split()
+        words = base.split()
+        at = words.index(flag)
+        takes_value = at + 1 < len(words) and not words[at + 1].startswith("--")
+        changed, change = " ".join(words[:at] + words[at + 1 + takes_value :]), " ".join(rest)
+    return base, f"{changed} {change}", world
+
+
+def values_of(text):
+    """The last value of each flag of a command line."""
+    return parse(text.replace("{tmp}", "/x").split(), 1)[0].as_dict()
+
+
+@pytest.fixture(scope="module")
+def twice():
+    """Two runs of a base; many rows share one."""
+    made = {}
+
+    def of(base, observe):
+        if base not in made:
+            made[base] = observe(base, "base"), observe(base, "again")
+        return made[base]
+
+    return of
+
+
+@pytest.mark.parametrize("field", [field for field in ROWS if ROWS[field][2] != "built"])
+def test_flag(observe, twice, field):
+    observable = ROWS[field][2]
+    base, changed, _ = command_lines(field)
+    before, again = twice(base, observe)
+    after = observe(changed, "changed")
+    if observable != "failure":
+        assert not before["failure"] and not after["failure"], (before["failure"], after["failure"])
+    assert before[observable] != after[observable], f"{flag_name(field)} does not change {observable}: {before[observable]}"
+    assert again[observable] == before[observable], f"{observable} differs from run to run: it shows nothing"
+
+
+@pytest.mark.parametrize("field", [field for field in ROWS if ROWS[field][2] == "built"])
+def test_flag_that_shapes_the_ranks(pool, files, field):
+    base, changed, world = command_lines(field)
+    argvs = [text.replace("{tmp}", str(files)).split() for text in (base, changed)]
+    before, after = (pool.run(built, world, argv, world) for argv in argvs)
+    assert before != after, f"{flag_name(field)} changes nothing that the ranks build"
+
+
+def test_every_flag_has_a_row():
+    names = [field.name for group in GROUPS.values() for field in fields(group)]
+    assert sorted(ROWS) == sorted(names)
+
+
+@pytest.mark.parametrize("field", ROWS)
+def test_the_row_changes_its_flag(field):
+    """The two command lines of a row differ in the flag that it is about."""
+    base, changed, _ = command_lines(field)
+    group = next(name for name, cls in GROUPS.items() if field in {f.name for f in fields(cls)})
+    assert values_of(base)[group][field] != values_of(changed)[group][field]
