@@ -10,7 +10,7 @@ STYLE = """
 :root { color-scheme: light; }
 body { margin: 0; background: #f6f7f9; color: #2b3440; line-height: 1.45;
        font-family: system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif; }
-main { max-width: 1320px; margin: 0 auto; padding: 28px 24px 48px; }
+main { max-width: 2400px; margin: 0 auto; padding: 28px 24px 48px; }
 h1 { font-size: 24px; margin: 0 0 18px; }
 section { background: #fff; border: 1px solid #e3e7ec; border-radius: 10px; margin: 0 0 22px; overflow: hidden; }
 .picture { overflow-x: auto; padding: 6px 0; }
@@ -35,10 +35,10 @@ NOTES = (
 
 def draw_html(timelines: Mapping[str, Timeline], title: str) -> str:
     """A page with a picture for every name, such as one schedule, several to compare, or predicted and measured."""
-    until = max(timeline.makespan for timeline in timelines.values())
-    bubbles = ", ".join(f"{timeline.sync_fraction:.1%}" for timeline in timelines.values())
+    everyone = list(timelines.values())
+    bubbles = ", ".join(f"{timeline.sync_fraction:.1%}" for timeline in everyone)
     page_title = f"{title}, bubble {bubbles}"
-    sections = [_section(name, timeline, draw_svg(timeline, name, until)) for name, timeline in timelines.items()]
+    sections = [_section(name, timeline, draw_svg(timeline, name, everyone)) for name, timeline in timelines.items()]
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',

@@ -4,6 +4,7 @@ Colour says what an action is, its shade which chunk it belongs to, the number w
 when the pointer rests on a box. The picture stands alone: no script, no font, no other file.
 """
 
+from collections.abc import Sequence
 from html import escape
 from math import floor, log10
 
@@ -20,7 +21,7 @@ SHADES = {
 }
 LEFT, RIGHT, TOP, LANE, GAP, AXIS = 74, 84, 84, 34, 8, 40  # pixels around the lanes, of a lane, between lanes
 NARROWEST, WIDEST = 1140, 6000  # pixels of the time axis
-BOX = 13  # pixels that the median box gets at least
+BOX = 15  # pixels that three boxes of four get at least
 DIGIT = 6.4  # width of a digit of 11 px
 
 STYLE = (
@@ -31,11 +32,12 @@ STYLE = (
 )
 
 
-def draw_svg(timeline: Timeline, title: str = "", until: Number | None = None) -> str:
-    """The picture. `until` ends the time axis later than the step, so that several pictures share one scale."""
-    end = float(max(timeline.makespan, until or 0)) or 1.0
-    width = _width(timeline, end)
-    scale = (width - LEFT - RIGHT) / end
+def draw_svg(timeline: Timeline, title: str = "", beside: Sequence[Timeline] = ()) -> str:
+    """The picture, on the time scale that suits it and those that it is shown `beside`."""
+    everyone = (timeline, *beside)
+    end = float(max(other.makespan for other in everyone)) or 1.0
+    scale = max(_axis_length(other, end) for other in everyone) / end
+    width = LEFT + RIGHT + round(end * scale)
     ranks = len(timeline.spans)
     bottom = TOP + ranks * (LANE + GAP) - GAP
     parts = [
@@ -52,6 +54,8 @@ def draw_svg(timeline: Timeline, title: str = "", until: Number | None = None) -
     ]
     for rank, spans in enumerate(timeline.spans):
         parts.append(_lane(timeline, rank, spans, scale))
+        y = TOP + rank * (LANE + GAP) + LANE / 2 + 4
+        parts.append(f'<text class="p" x="{width - RIGHT + 10}" y="{y}">{timeline.peak_live[rank]:g}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 
@@ -71,10 +75,11 @@ def shade(action: Action) -> tuple[str, str]:
     return shades[min(action.chunk, len(shades) - 1)]
 
 
-def _width(timeline: Timeline, end: float) -> int:
+def _axis_length(timeline: Timeline, end: float) -> float:
+    """Pixels for a time axis up to `end`, enough for the numbers in most of the boxes."""
     times = sorted(float(span.end - span.start) for spans in timeline.spans for span in spans if span.end > span.start)
-    wanted = BOX * end / times[len(times) // 2] if times else 0
-    return LEFT + RIGHT + round(min(max(wanted, NARROWEST), WIDEST))
+    wanted = BOX * end / times[len(times) // 4] if times else 0
+    return min(max(wanted, NARROWEST), WIDEST)
 
 
 def _lane(timeline: Timeline, rank: int, spans: tuple[Span, ...], scale: float) -> str:
@@ -97,8 +102,6 @@ def _lane(timeline: Timeline, rank: int, spans: tuple[Span, ...], scale: float) 
         if box >= DIGIT * len(number):
             parts.append(f'<text class="n" x="{x + box / 2:.2f}" y="{middle}" style="fill:{ink}">{number}</text>')
         parts.append("</g>")
-    x = LEFT + float(max(timeline.makespan, 0)) * scale + 10
-    parts.append(f'<text class="p" x="{x:.2f}" y="{middle}">{timeline.peak_live[rank]:g}</text>')
     return "".join(parts)
 
 
