@@ -7,7 +7,9 @@
 The same command line starts a run and resumes it (--load equal to --save).
 """
 
+import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from megatron_lite.arguments import format_arguments, format_problems, parse, to
 from megatron_lite.config import Config
 from megatron_lite.errors import ReportedError, peer_gone
 from megatron_lite.grid import Grid
+from megatron_lite.planner.pipeline import pipeline_warnings
 from megatron_lite.planner.report import dry_run_report
 
 
@@ -57,6 +60,13 @@ def pretrain(config: Config, eod: int | None, started: float) -> None:
         Run(trainer, splits, sinks, Interval(config, mesh), progress, stop, tell).train()
     finally:
         sinks.close()
+
+
+def leave() -> None:
+    """Let go of process groups while the interpreter is whole: ended later, by chance of order, their threads abort it."""
+    from megatron_lite.comm import launch
+
+    gc.collect()  # parameters and the gradient engine refer to each other, and so hold the groups
     launch.shutdown()
 
 
@@ -87,12 +97,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config, eod = read_tokenizer(config)
         if config.train.dry_run:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--dry-run | head` ends quietly
             parallel = config.parallel
             say(dry_run_report(config, Grid(tp=parallel.tp, pp=parallel.pp, dp=config.data_parallel_size)))
             return 0
         if rank == 0:
-            say(format_arguments(config))
+            say("\n".join([format_arguments(config), *pipeline_warnings(config)]))
         pretrain(config, eod, started)
+        leave()
     except ReportedError as error:
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
         return 1

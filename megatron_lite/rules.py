@@ -16,7 +16,9 @@ FROM_FILES = ("HuggingFaceTokenizer", "SentencePieceTokenizer")
 AT_LEAST_ONE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
     "max_position_embeddings rope_original_max_position make_vocab_size_divisible_by tensor_model_parallel_size "
-    "pipeline_model_parallel_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers ddp_bucket_size "
+    "pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
+    "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+    "ddp_bucket_size "
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
     "log_interval"
@@ -32,6 +34,8 @@ SHARES = (
     "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
 )
 
+UNEVEN = "one makes all stages equal, the other does not (--num-virtual-stages-per-pipeline-rank goes with it)"
+
 # Flags that exclude each other, and what each of them means.
 CONFLICTS = (
     ("bf16", "fp64", "a run has one precision"),
@@ -43,6 +47,9 @@ CONFLICTS = (
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "both set the length of the final decay"),
     ("mock_data", "data_path", "the tokens are made up or read, not both"),
     ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "both stretch the positions"),
+    ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "both set the chunks of a pipeline rank"),
+    ("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", UNEVEN),
+    ("num_layers_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers", UNEVEN),
     ("finetune", "no_load_optim", "one starts at iteration 0, the other keeps the iteration"),
 )
 
@@ -53,7 +60,8 @@ Values = (
 # Flags that do nothing: (flags, when, why and what would give them an effect).
 INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("sequence_parallel", lambda s: s.tensor_model_parallel_size == 1, "needs --tensor-model-parallel-size above 1"),
-    ("pipeline_schedule decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
+    ("pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
+     "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
      lambda s: s.pipeline_model_parallel_size == 1, "needs --pipeline-model-parallel-size above 1"),
     ("no_overlap_grad_reduce", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from functools import partial
 
-from megatron_lite.config import GROUPS, Config
+from megatron_lite.config import GROUPS, Config, ParallelConfig
 from megatron_lite.data.indexed import DataError
 from megatron_lite.data.samples import parse_split
-from megatron_lite.planner.split import split_layers
+from megatron_lite.planner.pipeline import Pipeline, plan_pipeline
 from megatron_lite.rules import (
     BYTE_VOCABULARY,
+    FARTHEST,
     Problem,
     Values,
     about,
@@ -29,9 +30,10 @@ from megatron_lite.rules import (
     nearest_values,
     ranges,
 )
-from megatron_lite.schedules import schedule_problems
 
-FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+PP, SCHEDULE, GROUP = "pipeline_model_parallel_size", "pipeline_schedule", "microbatch_group_size_per_virtual_pipeline_stage"
+CHUNKS, PER_CHUNK = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
+ENDS = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
 
 def validate(config: Config, given: Iterable[str], world_size: int) -> list[Problem]:
@@ -39,7 +41,7 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
-    for rules in (_attention, _positions, _layout, _stages, _batch, _rate, _warmup, _data):
+    for rules in (_attention, _positions, _layout, _batch, _pipeline, _rate, _warmup, _data):
         problems += rules(values)
     return problems
 
@@ -128,30 +130,8 @@ def _cut(s: Values, tp: int) -> Iterator[Problem]:
             yield about(s, f"{name} tensor_model_parallel_size", text, nearest_values(**choices))
 
 
-def _stages(s: Values) -> Iterator[Problem]:
-    names = ["num_layers", "pipeline_model_parallel_size", FIRST, LAST]
-    layers, pp, first, last = (getattr(s, name) for name in names)
-    if not have(layers, pp) or (pp == 1 and (first or last)):
-        return
-    try:
-        split_layers(layers, pp, first, last)
-    except ValueError as error:
-        choices = {name: nearest(getattr(s, name), partial(_splits, s, name)) for name in names if getattr(s, name)}
-        yield about(s, " ".join(choices), str(error), nearest_values(**choices))
-
-
-def _splits(s: Values, name: str, number: int) -> bool:
-    """Whether the layers can be split if the setting `name` were `number`."""
-    changed = vars(s) | {name: number}
-    try:
-        split_layers(changed["num_layers"], changed["pipeline_model_parallel_size"], changed[FIRST], changed[LAST])
-    except ValueError:
-        return False
-    return True
-
-
 def _batch(s: Values) -> Iterator[Problem]:
-    micro, batch, pp = s.micro_batch_size, s.global_batch_size, s.pipeline_model_parallel_size
+    micro, batch = s.micro_batch_size, s.global_batch_size
     if have(batch, s.train_samples) and s.train_samples < batch:
         fix = nearest_values(train_samples=[batch])
         yield about(s, "train_samples global_batch_size", "the run would be shorter than a step", fix)
@@ -165,9 +145,56 @@ def _batch(s: Values) -> Iterator[Problem]:
         )
         text = f"{batch} is not a multiple of {micro} x dp {s.dp} = {each}"
         yield about(s, "global_batch_size micro_batch_size", text, fix)
-    elif pp:
-        for text in schedule_problems(s.pipeline_schedule, pp, 1, batch // each):
-            yield about(s, "pipeline_schedule", text.split(": ", 1)[-1])
+
+
+def _pipeline(s: Values) -> Iterator[Problem]:
+    """Layers on stages, then microbatches in the schedule."""
+    if not have(s.num_layers, s.pipeline_model_parallel_size) or s.pipeline_model_parallel_size == 1:
+        return
+    if min(s.num_layers, s.pipeline_model_parallel_size) > FARTHEST:
+        return  # more stages than can be listed; no world is that large
+    if s.pipeline_schedule == "dualpipe":
+        text = "each stage lies on two ranks, and nothing sums their gradients yet"
+        yield about(s, SCHEDULE, text, "dualpipev, its V, runs; so does zbv")
+        return
+    try:
+        pipeline = _plan(s)
+    except ValueError as error:
+        yield _no_plan(s, str(error))
+        return
+    if have(s.microbatch_group_size_per_virtual_pipeline_stage) and pipeline.schedule != "interleaved":
+        text = f"has no effect: {pipeline.schedule} runs no groups, the interleaved schedule does"
+        yield about(s, GROUP, text, f"drop it, or give --{CHUNKS.replace('_', '-')}")
+    batch, each = s.global_batch_size, (s.micro_batch_size or 0) * (s.dp or 0)
+    if batch and each and batch % each == 0:
+        named = [SCHEDULE, *(name for name in (CHUNKS, PER_CHUNK) if getattr(s, name))]
+        for text in pipeline.problems(batch // each):
+            yield about(s, " ".join(named), text.split(": ", 1)[-1])
+
+
+def _no_plan(s: Values, why: str) -> Problem:
+    """Layers and stages do not go together; which of the settings, changed alone, would make them."""
+    names = [name for name in ("num_layers", PP, CHUNKS, PER_CHUNK, *ENDS) if getattr(s, name)]
+    lowest = {PP: 1 if names == ["num_layers", PP] else 2}  # without a pipeline the other flags would have no effect
+    choices = {name: nearest(getattr(s, name), partial(_plans, s, name), lowest.get(name, 1)) for name in names}
+    named = [SCHEDULE] if s.pipeline_schedule != "1f1b" else []
+    named += [name for name in names if choices[name]] or names
+    return about(s, " ".join(named), why, nearest_values(**choices))
+
+
+def _plan(s: Values, **changed: int) -> Pipeline:
+    """The pipeline of these settings, some of them changed; ValueError where the layers do not fill it."""
+    values = vars(s) | changed
+    return plan_pipeline(values["num_layers"], ParallelConfig(**{f.name: values[f.name] for f in fields(ParallelConfig)}))
+
+
+def _plans(s: Values, name: str, number: int) -> bool:
+    """Whether the layers fill the stages if the setting `name` were `number`."""
+    try:
+        _plan(s, **{name: number})
+    except ValueError:
+        return False
+    return True
 
 
 def _rate(s: Values) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ Colors and folding to the window's width only on a terminal; what a file or a pi
 import argparse
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -157,4 +158,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
     main()

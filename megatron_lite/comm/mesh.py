@@ -53,14 +53,6 @@ class Mesh:
             return axes[name]
         raise AttributeError(name)
 
-    @property
-    def first_stage(self) -> bool:
-        return self.pp.rank == 0
-
-    @property
-    def last_stage(self) -> bool:
-        return self.pp.rank == self.pp.size - 1
-
 
 def named_groups(grid: Grid) -> dict[str, list[list[int]]]:
     """Every named set of ranks: the spans, and `embedding`, first and last stage of each pipeline, which hold the two

@@ -48,6 +48,7 @@ class Result:
     loss: torch.Tensor
     tokens: torch.Tensor
     peak_live: int = 0  # most forwards whose backward had not run yet
+    peak_held: int = 0  # most forwards whose weight gradients had not run yet
     wait_seconds: float = 0.0  # in receives: the bubble, and the wires
     total_seconds: float = 0.0
 
@@ -108,6 +109,7 @@ class Executor:
         if torch.is_grad_enabled():
             run.live[action.chunk, action.microbatch] = (x, get_gradient_edge(out))
             run.result.peak_live = max(run.result.peak_live, len(run.live))
+            run.result.peak_held = max(run.result.peak_held, len(run.live) + len(run.queued))
         if chunk.last:
             run.result.loss += out.detach()
             run.result.tokens += batch.mask.sum(dtype=torch.float64)

@@ -21,15 +21,18 @@ intermediate values. /t: cut over tp.
 At e = 2, f = 4h, GELU and dropout these are the formulas of Korthikanti et al. 2022 with flash attention, s b h 34 for
 one rank, s b h (10 + 24 / t) with tp, s b h 34 / t with sequence parallelism.
 First stage: the mask of the embedding's dropout. Last stage: inputs of the final norm and of the output layer, and the
-logits (their gradient takes their place). All of it times the microbatches that the schedule keeps alive on that stage.
+logits (their gradient takes their place). All of it as often as the schedule keeps microbatches alive: a rank's peak is
+counted along its list of actions, where every chunk's forward adds what that chunk keeps and its weight gradient frees it.
 Left out: work space within one operation.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lite.config import Config
-from megatron_lite.planner.params import rank_parameters, stage_layers
-from megatron_lite.schedules import build_schedule
+from megatron_lite.planner.params import rank_parameters
+from megatron_lite.planner.pipeline import Chunk, pipeline_of
+from megatron_lite.schedules.actions import Action
 from megatron_lite.schedules.check import peak_live
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -41,10 +44,10 @@ KEEP_PROBABILITIES_UP_TO = 2048  # tokens, likewise
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One pipeline stage: what each of its tp ranks holds. Sizes in bytes."""
+    """One pipeline rank: what each of its tp ranks holds. Sizes in bytes."""
 
     stage: int
-    layers: range
+    layers: tuple[range, ...]  # of its chunks
     parameters: int
     weights: int
     gradients: int
@@ -106,37 +109,47 @@ def _attention_bytes(config: Config, core: str) -> int:
     return copies * e * (length + block) // 2
 
 
-def end_activation_bytes(config: Config, stage: int) -> int:
+def end_activation_bytes(config: Config, chunk: Chunk) -> int:
     """Bytes of one microbatch that the first stage (embedding) and the last (norm, head) keep beside their layers."""
     model, parallel = config.model, config.parallel
     tokens = model.seq_length * config.train.micro_batch_size
     local_tokens = tokens // parallel.tp if parallel.sequence_parallel else tokens
     e = ELEMENT_BYTES[config.precision.dtype_name]
     size = 0
-    if stage == 0 and model.hidden_dropout:
+    if chunk.first and model.hidden_dropout:
         size += local_tokens * model.hidden_size * MASK_BYTES
-    if stage == parallel.pp - 1:
+    if chunk.last:
         size += local_tokens * (2 * e * model.hidden_size + _norm_bytes(config))
         size += tokens * e * config.padded_vocab_size // parallel.tp
     return size
 
 
 def live_microbatches(config: Config) -> list[float]:
-    """Per stage, the most microbatches whose activations are alive at once: counted in the schedule itself."""
-    schedule = build_schedule(config.parallel.pipeline_schedule, config.parallel.pp, 1, config.num_microbatches)
-    return [peak_live(actions, 1) for actions in schedule]
+    """Per pipeline rank, the most microbatches whose activations are alive at once: counted in the schedule itself."""
+    pipeline = pipeline_of(config)
+    per_share = pipeline.placement.chunks_per_share
+    return [peak_live(actions, per_share) for actions in pipeline.actions(config.num_microbatches)]
+
+
+def peak_bytes(actions: Sequence[Action], kept: Sequence[int]) -> int:
+    """Most bytes alive at once on a rank whose chunk c keeps kept[c] of every microbatch from its F to its W."""
+    live = peak = 0
+    for action in actions:
+        live += kept[action.chunk] if "F" in action.parts else 0
+        peak = max(peak, live)
+        live -= kept[action.chunk] if "W" in action.parts else 0
+    return peak
 
 
 def stage_memory(config: Config, core: str | None = None) -> list[StageMemory]:
-    """The memory of every pipeline stage, first to last."""
+    """The memory of every pipeline rank, first to last."""
     weight, gradient, optimizer = state_bytes(config)
-    plan = []
-    for stage, (layers, live) in enumerate(zip(stage_layers(config), live_microbatches(config), strict=True)):
-        count = rank_parameters(config, stage)
-        kept = len(layers) * layer_activation_bytes(config, core) + end_activation_bytes(config, stage)
-        plan.append(
-            StageMemory(
-                stage, layers, count, weight * count, gradient * count, optimizer * count, int(live * kept), live
-            )
-        )
+    pipeline, layer, plan = pipeline_of(config), layer_activation_bytes(config, core), []
+    for rank, actions in enumerate(pipeline.actions(config.num_microbatches)):
+        count, chunks = rank_parameters(config, rank), pipeline.chunks(rank)
+        kept = [len(chunk.layers) * layer + end_activation_bytes(config, chunk) for chunk in chunks]
+        live = peak_live(actions, pipeline.placement.chunks_per_share)
+        layers = tuple(chunk.layers for chunk in chunks)
+        state = weight * count, gradient * count, optimizer * count
+        plan.append(StageMemory(rank, layers, count, *state, peak_bytes(actions, kept), live))
     return plan

@@ -1,13 +1,15 @@
-"""Exact parameter counts, by canonical part: of the whole model, of a stage, of one rank.
+"""Exact parameter counts, by canonical part: of the whole model, of a chunk, of one rank.
 
 Cut over tp: the vocabulary (padded to a multiple of `--make-vocab-size-divisible-by` x tp), query and key/value heads
 (each rank holds at least one: with fewer heads than ranks they are held `tp / heads` times), the MLP's width.
-Held by every tp rank: norms, learned positions, biases of the row-parallel linears. With tied embeddings and pp > 1 the
-last stage holds a copy of the first stage's embedding.
+Held by every tp rank: norms, learned positions, biases of the row-parallel linears. With tied embeddings and more
+than one stage the last stage holds a copy of the first stage's embedding; in a V both lie on rank 0.
 """
 
+from collections import Counter
+
 from megatron_lite.config import Config, ModelConfig
-from megatron_lite.planner.split import layer_ranges
+from megatron_lite.planner.pipeline import Chunk, pipeline_of
 
 
 def layer_parts(model: ModelConfig, tp: int = 1) -> dict[str, int]:
@@ -52,34 +54,32 @@ def count_parameters(config: Config) -> int:
     return sum(model_parts(config).values())
 
 
-def rank_parts(config: Config, stage: int) -> dict[str, int]:
-    """Elements that each tp rank of pipeline stage `stage` holds, padding and copies included."""
-    model, parallel = config.model, config.parallel
-    table = config.padded_vocab_size // parallel.tp * model.hidden_size
-    first, last = stage == 0, stage == parallel.pp - 1
-    parts = {}
-    if first:
-        parts = {"embed_tokens": table} | _positions(model)
-    parts["layers"] = len(stage_layers(config)[stage]) * sum(layer_parts(model, parallel.tp).values())
-    if last:
+def chunk_parts(config: Config, chunk: Chunk) -> dict[str, int]:
+    """Elements of one chunk on each tp rank, padding and copies included."""
+    model, tp = config.model, config.parallel.tp
+    table = config.padded_vocab_size // tp * model.hidden_size
+    parts = {"embed_tokens": table} | _positions(model) if chunk.first else {}
+    parts["layers"] = len(chunk.layers) * sum(layer_parts(model, tp).values())
+    if chunk.last:
         parts["norm"] = _norm(model, model.hidden_size)
         if not model.tied:
             parts["lm_head"] = table
-        elif not first:
+        elif not chunk.first:
             parts["lm_head (copy of embed_tokens)"] = table
     return parts
 
 
-def rank_parameters(config: Config, stage: int) -> int:
-    """Parameters on each tp rank of a stage."""
-    return sum(rank_parts(config, stage).values())
+def rank_parts(config: Config, rank: int) -> dict[str, int]:
+    """Elements that each tp rank of pipeline rank `rank` holds: those of all its chunks."""
+    together: Counter[str] = Counter()
+    for chunk in pipeline_of(config).chunks(rank):
+        together.update(chunk_parts(config, chunk))
+    return dict(together)
 
 
-def stage_layers(config: Config) -> list[range]:
-    """Global layer numbers of every pipeline stage."""
-    parallel = config.parallel
-    return layer_ranges(config.model.num_layers, parallel.pp, parallel.decoder_first_pipeline_num_layers,
-                        parallel.decoder_last_pipeline_num_layers)  # fmt: skip
+def rank_parameters(config: Config, rank: int) -> int:
+    """Parameters on each tp rank of a pipeline rank."""
+    return sum(rank_parts(config, rank).values())
 
 
 def _norm(model: ModelConfig, size: int) -> int:

@@ -1,22 +1,27 @@
 """What `--dry-run` prints: grid, stages, schedule, memory and work of a run, from its settings alone."""
 
+import textwrap
+from functools import partial
+
 from megatron_lite.config import Config
 from megatron_lite.grid import Grid
 from megatron_lite.planner.flops import flops_per_iteration, flops_per_token, tokens_per_iteration
 from megatron_lite.planner.memory import StageMemory, attention_core, stage_memory, state_bytes
 from megatron_lite.planner.params import count_parameters
-from megatron_lite.schedules import build_schedule, schedule_placement
+from megatron_lite.planner.pipeline import Pipeline, pipeline_of, pipeline_warnings
+from megatron_lite.schedules import SCHEDULES
 from megatron_lite.schedules.draw import draw
-from megatron_lite.schedules.simulate import simulate
+from megatron_lite.schedules.simulate import Timeline, chunk_costs, simulate
 
 WIDTH = 100  # columns
 DRAWN_RANKS, DRAWN_MICROBATCHES = 16, 8  # a larger schedule is pictured with fewer microbatches
+SPANS = 4  # chunks whose layers are all printed
 ALIKE = 3  # so many middle stages that differ in nothing are printed as one row
 
 
 def dry_run_report(config: Config, grid: Grid) -> str:
     """The whole report, at most 100 columns wide except for the drawing of a very large grid."""
-    parts = [draw_grid(grid), stage_table(config), schedule_picture(config), work(config, grid)]
+    parts = [draw_grid(grid), stage_table(config), schedule_picture(config), *warnings(config), work(config, grid)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -27,7 +32,7 @@ def draw_grid(grid: Grid) -> str:
 
 
 def stage_table(config: Config) -> str:
-    """Layers, parameters and bytes per rank, a row per pipeline stage."""
+    """Layers, parameters and bytes per rank, a row per pipeline rank."""
     plan = stage_memory(config)
     head = ("stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "total")
     rows = [head, *_rows(plan)]
@@ -43,20 +48,39 @@ def stage_table(config: Config) -> str:
 
 def schedule_picture(config: Config) -> str:
     """The pipeline's timeline; empty without a pipeline. Of many microbatches only the first few are pictured."""
-    parallel, total = config.parallel, config.num_microbatches
-    if parallel.pp == 1:
+    pp, total, pipeline = config.parallel.pp, config.num_microbatches, pipeline_of(config)
+    if pp == 1:
         return ""
-    name, placement = parallel.pipeline_schedule, schedule_placement(parallel.pipeline_schedule, parallel.pp, 1)
-    timeline = simulate(build_schedule(name, parallel.pp, 1, total), placement)
+    title, timeline = f"schedule {pipeline.schedule}", timed(pipeline, total)
     bubble = f"{100 * timeline.sync_fraction:.1f}% of the step"
-    if parallel.pp > DRAWN_RANKS:
-        return f"schedule {name}: {parallel.pp} ranks, {total} microbatches; bubble {bubble}"
-    shown = min(total, max(DRAWN_MICROBATCHES, parallel.pp))
+    if pp > DRAWN_RANKS:
+        chunks = f" x {pipeline.num_chunks} chunks" if pipeline.num_chunks > 1 else ""
+        return f"{title}: {pp} ranks{chunks}, {total} microbatches; bubble {bubble}"
+    shown = few_microbatches(pipeline, total)
     if shown == total:
-        return draw(timeline, f"schedule {name}", width=WIDTH)
-    few = simulate(build_schedule(name, parallel.pp, 1, shown), placement)
+        return draw(timeline, title, width=WIDTH)
     note = f"the run has {total} microbatches, of which the picture shows {shown}: its bubble is {bubble}"
-    return draw(few, f"schedule {name}", width=WIDTH) + f"\n  {note}"
+    return draw(timed(pipeline, shown), title, width=WIDTH) + f"\n  {note}"
+
+
+def warnings(config: Config) -> list[str]:
+    """What the schedule wastes."""
+    fill = partial(textwrap.fill, width=WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    return [fill(text) for text in pipeline_warnings(config)]
+
+
+def timed(pipeline: Pipeline, num_microbatches: int) -> Timeline:
+    """The pipeline's timeline if F, B and W of a rank's share of the layers each take one."""
+    costs = chunk_costs(1, 1, 1, pipeline.placement.chunks_per_share)
+    return simulate(pipeline.actions(num_microbatches), pipeline.placement, costs)
+
+
+def few_microbatches(pipeline: Pipeline, total: int) -> int:
+    """As many of `total` microbatches as a picture needs: enough to fill the pipeline, in whole groups."""
+    pp = pipeline.placement.pp_size
+    group = (pipeline.group_size or pp) if SCHEDULES[pipeline.schedule].has_groups else 1
+    first = -(-max(DRAWN_MICROBATCHES, pp) // group) * group
+    return next((shown for shown in range(first, total, group) if not pipeline.problems(shown)), total)
 
 
 def work(config: Config, grid: Grid) -> str:
@@ -126,17 +150,22 @@ def _rows(plan: list[StageMemory]) -> list[tuple[str, ...]]:
 
 
 def _alike(one: StageMemory, other: StageMemory) -> bool:
-    return (one.parameters, one.activations, len(one.layers)) == (
-        other.parameters,
-        other.activations,
-        len(other.layers),
-    )
+    return (one.parameters, one.activations, _counts(one)) == (other.parameters, other.activations, _counts(other))
+
+
+def _counts(stage: StageMemory) -> list[int]:
+    return [len(layers) for layers in stage.layers]
 
 
 def _row(first: StageMemory, last: StageMemory) -> tuple[str, ...]:
     stages = f"{first.stage}" if first is last else f"{first.stage}..{last.stage}"
-    layers = f"{first.layers[0]}..{last.layers[-1]}" + (
-        f" ({len(first.layers)})" if first is last else f" ({len(first.layers)} each)"
-    )
+    spans = [_span(min(a.start, b.start), max(a.stop, b.stop) - 1) for a, b in zip(first.layers, last.layers, strict=True)]
+    if len(spans) > SPANS:
+        spans = [*spans[: SPANS - 2], "...", spans[-1]]
+    layers = f"{', '.join(spans)} ({sum(_counts(first))}{'' if first is last else ' each'})"
     amounts = (first.weights, first.gradients, first.optimizer, first.activations, first.total)
     return (stages, layers, f"{first.parameters:,}", *map(size, amounts))
+
+
+def _span(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}..{last}"

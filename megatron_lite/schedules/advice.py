@@ -24,6 +24,8 @@ def schedule_warnings(
     """Warnings about a schedule that runs at these sizes; `costs` are F, B and W of a rank's share of the model."""
     if pp_size < 2 or schedule_problems(name, pp_size, num_chunks, num_microbatches, group_size):
         return []
+    if num_microbatches >= _enough(name, pp_size) and name != "interleaved" and name not in LEANER:
+        return []  # nothing to say, so nothing to simulate
     timed = _Timed(pp_size, tuple(map(Fraction, costs)), latency)
     own = timed(name, num_chunks, num_microbatches, group_size)
     found = _few_microbatches(name, num_chunks, num_microbatches, own, timed)
@@ -51,9 +53,14 @@ def _bubble(timeline: Timeline) -> str:
     return f"bubble {bubble:.4g} of {step:.4g}, {timeline.sync_fraction:.1%} of the step"
 
 
+def _enough(name: str, pp_size: int) -> int:
+    """Microbatches that fill the pipeline."""
+    return 2 * pp_size - 1 if name in ("zb-h2", "zbv") else pp_size
+
+
 def _few_microbatches(name: str, num_chunks: int, total: int, own: Timeline, timed: _Timed) -> list[str]:
     """Below this many the pipeline is never full."""
-    enough = 2 * timed.pp_size - 1 if name in ("zb-h2", "zbv") else timed.pp_size
+    enough = _enough(name, timed.pp_size)
     if total >= enough:
         return []
     full = timed(name, num_chunks, enough)

@@ -16,7 +16,7 @@ from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.ddp import GradientEngine
 from megatron_lite.pipeline.executor import Executor
 from megatron_lite.pipeline.stage import build_chunks
-from megatron_lite.schedules import build_schedule, schedule_placement
+from megatron_lite.planner.pipeline import pipeline_of
 from megatron_lite.schedules.actions import Action
 
 
@@ -49,9 +49,8 @@ def num_microbatches(config: Config, dp: int) -> int:
 
 def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     """Model with its initial weights, buffers, optimizer and executor of this rank."""
-    model, train, name = config.model, config.train, config.parallel.pipeline_schedule
-    placement = schedule_placement(name, mesh.pp.size, 1)
-    chunks = [chunk.initialise(train.seed) for chunk in build_chunks(config, mesh, placement)]
+    model, train, pipeline = config.model, config.train, pipeline_of(config)
+    chunks = [chunk.initialise(train.seed) for chunk in build_chunks(config, mesh, pipeline)]
     if train.compile:
         for chunk in chunks:
             compile_elementwise(chunk)
@@ -61,9 +60,9 @@ def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     tp = chunks[0].tp
     length = model.seq_length // (mesh.tp.size if tp.sequence_parallel else 1)
     p2p = P2P(mesh.pp, mesh.device) if mesh.pp.size > 1 else None
-    executor = Executor(chunks, placement, mesh.pp.rank, p2p, (length, train.micro_batch_size, model.hidden_size),
+    executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, (length, train.micro_batch_size, model.hidden_size),
                         tp.dtype, mesh.device)  # fmt: skip
-    schedule = build_schedule(name, mesh.pp.size, placement.num_chunks, num_microbatches(config, mesh.dp.size))
+    schedule = pipeline.actions(num_microbatches(config, mesh.dp.size))
     return Trainer(config, mesh, chunks, engine, optimizer, executor, schedule[mesh.pp.rank])
 
 

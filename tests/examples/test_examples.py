@@ -50,7 +50,7 @@ def check_quickstart(folder, timeout, **variables):
 
 
 def test_short_quickstart(tmp_path):
-    check_quickstart(tmp_path / "q", 300, QUICKSTART_ITERS="4")
+    check_quickstart(tmp_path / "q", 600, QUICKSTART_ITERS="4")
 
 
 @pytest.mark.full

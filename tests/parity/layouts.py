@@ -88,7 +88,7 @@ def run_layout(rank, world, config, steps, shared_memory=True):
 
 def run_steps(trainer, steps):
     """What this rank has to show for some steps: losses, norms, gradients of the first and parameters after the last."""
-    losses, norms, grads, peaks = [], [], [], []
+    losses, norms, grads, peaks, held = [], [], [], [], []
     for step in steps:
         report = train_step(trainer, local_batches(trainer.config, trainer.mesh, step), step, step * GLOBAL_BATCH)
         losses.append(report.loss)
@@ -96,8 +96,10 @@ def run_steps(trainer, steps):
         if not peaks and trainer.mesh.dp.rank == 0:  # the other replicas hold the same
             grads = pieces(trainer, "grad")
         peaks.append(report.result.peak_live)
+        held.append(report.result.peak_held)
     params = pieces(trainer, "param") if trainer.mesh.dp.rank == 0 else []
-    return {"losses": losses, "norms": norms, "grads": grads, "params": params, "shared": copies_agree(trainer), "peak": peaks}
+    return {"losses": losses, "norms": norms, "grads": grads, "params": params, "shared": copies_agree(trainer), "peak": peaks,
+            "held": held}  # fmt: skip
 
 
 def assemble(parts):
@@ -135,6 +137,7 @@ def merge(results):
         "grads": assemble(p for r in results for p in r["grads"]),
         "params": assemble(p for r in results for p in r["params"]),
         "peak": [r["peak"][0] for r in results if r["peak"]],
+        "held": [r["held"][0] for r in results if r["held"]],
     }
 
 

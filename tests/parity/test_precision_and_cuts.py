@@ -23,10 +23,6 @@ from layouts import (
 )
 
 from megatron_lite.comm.mesh import build_mesh
-from megatron_lite.optim.adamw import Optimizer
-from megatron_lite.optim.ddp import GradientEngine
-from megatron_lite.pipeline.executor import Executor
-from megatron_lite.pipeline.stage import build_chunks
 from megatron_lite.schedules.actions import Action, Placement, format_schedule, parse_schedule
 from megatron_lite.schedules.check import check
 from megatron_lite.training.setup import build_trainer, grid_of
@@ -295,7 +291,10 @@ def arrivals(rank, world, config):
     return [(b.expected, b.arrived) for b in trainer.engine.buckets], started
 
 
-@pytest.mark.parametrize(("model", "flags"), [("gpt_tied", {}), ("gpt_tied", {"pp": 2}), ("llama_gqa", {"tp": 2})])
+@pytest.mark.parametrize(("model", "flags"), [
+    ("gpt_tied", {}), ("gpt_tied", {"pp": 2}), ("llama_gqa", {"tp": 2}), ("gpt_tied", {"pp": 2, "pipeline_schedule": "zb-h1"}),
+    ("gpt_tied", {"pp": 2, "pipeline_schedule": "zbv"}), ("llama_gqa", {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+])  # fmt: skip
 def test_every_bucket_is_reduced_inside_the_last_backward(pool, model, flags):
     for counts, started in pool.run(arrivals, 4, 4, config_for(MODELS[model], **flags)):
         assert counts and all(expected == arrived > 0 for expected, arrived in counts)
@@ -317,7 +316,10 @@ def embeddings(rank, world, config, steps):
     return found
 
 
-@pytest.mark.parametrize(("world", "flags"), [(4, {"pp": 2}), (4, {"pp": 2, "tp": 2}), (3, {"pp": 3})])
+@pytest.mark.parametrize(("world", "flags"), [
+    (4, {"pp": 2}), (4, {"pp": 2, "tp": 2}), (3, {"pp": 3}), (4, {"pp": 2, "pipeline_schedule": "zbv"}),
+    (4, {"pp": 2, "tp": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+])  # fmt: skip
 def test_tied_copies_stay_equal_bit_for_bit(pool, world, flags):
     """Weights, masters and moments, in bf16, with overlapped reduction (C24)."""
     copies = {}
@@ -375,15 +377,11 @@ def v_shape(p, m):
 
 def run_text(rank, world, config, text, kind, chunks, steps, shared_memory=True):
     """A schedule from text through the executor, with any placement."""
-    mesh = build_mesh(grid_of(config, world), CPU, shared_memory)
-    trainer, placement = build_trainer(config, mesh), Placement(kind, mesh.pp.size, chunks)
-    if (kind, chunks) != ("loop", 1):
-        trainer.chunks = [chunk.initialise(config.train.seed) for chunk in build_chunks(config, mesh, placement)]
-        trainer.engine = GradientEngine(trainer.chunks, mesh.dp_cp, mesh.tp, mesh.embedding)
-        trainer.optimizer = Optimizer(trainer.engine.buckets, config.optimizer)
-        old = trainer.executor
-        trainer.executor = Executor(trainer.chunks, placement, mesh.pp.rank, old.p2p, old.shape, old.dtype, CPU)
-    trainer.actions = parse_schedule(text)[mesh.pp.rank]
+    config = replace(config, "parallel", num_virtual_stages_per_pipeline_rank=chunks,
+                     pipeline_schedule="zbv" if kind == "v" else "1f1b")  # fmt: skip
+    trainer = build_trainer(config, build_mesh(grid_of(config, world), CPU, shared_memory))
+    assert trainer.executor.placement == Placement(kind, config.parallel.pp, chunks)
+    trainer.actions = parse_schedule(text)[trainer.mesh.pp.rank]
     return run_steps(trainer, range(steps))
 
 

@@ -58,6 +58,8 @@ SOURCES = {  # name -> (model, ranks, flags)
     "gpt_pp2_dp2": (GPT, 4, {"pp": 2}),
     "gpt_dp2": (GPT, 2, {}),
     "gpt_tp2": (GPT, 2, {"tp": 2}),
+    "gpt_interleaved": (GPT, 2, {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+    "gpt_zbv": (GPT, 2, {"pp": 2, "pipeline_schedule": "zbv"}),
 }
 
 
@@ -82,6 +84,9 @@ def saved(pool, tmp_path_factory):
     ("llama_1", 8, {"tp": 2, "pp": 2, "sp": True}, 96), ("llama_1", 3, {"pp": 3}, 8),
     ("gpt_pp2_dp2", 2, {}, 8), ("gpt_pp2_dp2", 1, {}, 128), ("gpt_pp2_dp2", 4, {"pp": 4}, 8), ("gpt_pp2_dp2", 4, {"tp": 4}, 8),
     ("gpt_dp2", 2, {"pp": 2, "decoder_first_pipeline_num_layers": 1}, 8), ("gpt_dp2", 4, {}, 8),
+    ("gpt_interleaved", 1, {}, 8), ("gpt_zbv", 2, {"pp": 2}, 8), ("gpt_zbv", 4, {"pp": 2, "tp": 2}, 16),
+    ("gpt_dp2", 2, {"pp": 2, "pipeline_schedule": "zbv"}, 8),
+    ("llama_1", 4, {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2}, 8),
     ("gpt_tp2", 1, {}, 90), ("gpt_tp2", 2, {"pp": 2, "ddp_bucket_size": 5000}, 64),
 ])  # fmt: skip
 def test_another_layout_goes_on_alike(pool, saved, source, world, flags, divisor):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pretrain_gpt
 from megatron_lite.arguments import (
     build_parser,
     format_arguments,
@@ -21,6 +22,7 @@ from megatron_lite.tokenizers import build_tokenizer
 SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32"
 RUN = "--micro-batch-size 2 --lr 1e-3 --train-iters 100 --mock-data --vocab-size 250"
 BASE = f"{SIZES} {RUN}"
+PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 16"
 ROPE = f"{BASE} --position-embedding-type rope"
 FIELDS = [field.name for group in GROUPS.values() for field in fields(group)]
 
@@ -66,11 +68,18 @@ BAD = [
     ("--train-samples 800", 1, ["--train-iters 100 --train-samples 800: contradict"]),
     ("--lr-warmup-fraction .1 --lr-warmup-iters 3", 1, ["--lr-warmup-fraction 0.1 --lr-warmup-iters 3: contradict"]),
     ("--lr-decay-iters 9 --lr-decay-samples 9", 1, ["both set the length of the decay"]),
+    (f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2", 2,
+     ["contradict each other: both set the chunks"]),
+    (f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --decoder-first-pipeline-num-layers 1", 2,
+     ["contradict each other: one makes all stages equal", "--num-virtual-stages-per-pipeline-rank"]),
     ("--data-path a", 1, ["--mock-data --data-path a: contradict"]),
     ("--load x --finetune --no-load-optim", 1, ["--finetune --no-load-optim: contradict"]),
     # without effect
     ("--sequence-parallel", 1, ["--sequence-parallel: has no effect: needs --tensor-model-parallel-size above 1"]),
     ("--pipeline-schedule gpipe", 1, ["--pipeline-schedule gpipe: has no effect"]),
+    ("--num-virtual-stages-per-pipeline-rank 2", 1, ["has no effect: needs --pipeline-model-parallel-size above 1"]),
+    ("--num-layers-per-virtual-pipeline-stage 2", 1, ["has no effect: needs --pipeline-model-parallel-size above 1"]),
+    (f"{PP2} --microbatch-group-size-per-virtual-pipeline-stage 2", 2, ["has no effect: 1f1b runs no groups"]),
     ("--decoder-first-pipeline-num-layers 2", 1, ["has no effect: needs --pipeline-model-parallel-size"]),
     ("--no-overlap-grad-reduce", 1, ["--no-overlap-grad-reduce: has no effect"]),
     ("--rotary-base 1e4", 1, ["--rotary-base 10000.0: has no effect: needs --position-embedding-type rope"]),
@@ -108,6 +117,26 @@ BAD = [
     ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4", 2, ["leave 0 of 4 layers"]),
     ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1", 2,
      ["make 3 layers, the model has 4"]),
+    (f"{PP2} --pipeline-schedule dualpipe", 2, ["dualpipe: each stage lies on two ranks", "dualpipev", "zbv"]),
+    (f"{PP2} --num-layers-per-virtual-pipeline-stage 3", 2,
+     ["4 layers on 2 pipeline ranks are not cut into chunks of 3", "--num-layers 6", "per-virtual-pipeline-stage 2"]),
+    (f"{PP2} --num-virtual-stages-per-pipeline-rank 3", 2,
+     ["4 layers cannot fill 6 stages", "--num-layers 6", "--num-virtual-stages-per-pipeline-rank 2"]),
+    (f"{PP2} --num-layers 3 --pipeline-schedule zbv", 2, ["--pipeline-schedule zbv", "3 layers cannot fill 4", "--num-layers 4"]),
+    (f"{PP2} --pipeline-schedule zbv --num-virtual-stages-per-pipeline-rank 3", 2,
+     ["--pipeline-schedule zbv --num-virtual-stages-per-pipeline-rank 3: zbv runs 2 chunks per rank, not 3",
+      "nearest values that work: --num-virtual-stages-per-pipeline-rank 2"]),
+    (f"{PP2} --pipeline-schedule zb-h1 --num-virtual-stages-per-pipeline-rank 2", 2,
+     ["zb-h1 runs 1 chunk per rank, not 2", "nearest values that work: --num-virtual-stages-per-pipeline-rank 1"]),
+    (f"{PP2} --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 1", 2,
+     ["needs 2 or more", "per-pipeline-rank 2"]),
+    (f"{PP2} --pipeline-schedule dualpipev --global-batch-size 6", 2, ["3 microbatches per step", "4 would work"]),
+    (f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2", 2,
+     ["larger than the 1 microbatches per step", "2 microbatches would work"]),
+    (f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 1", 2,
+     ["smaller than the 2 pipeline ranks", "--microbatch-group-size-per-virtual-pipeline-stage 2"]),
+    (f"{PP2} --num-layers 1200 --num-virtual-stages-per-pipeline-rank 300", 2, ["300 chunks per rank are more than 256", "256"]),
+    (f"{PP2} --num-virtual-stages-per-pipeline-rank 0", 2, ["--num-virtual-stages-per-pipeline-rank 0: must be at least 1"]),
     ("--global-batch-size 5", 1, ["5 is not a multiple of 2 x dp 1 = 2", "--global-batch-size 4 or 6"]),
     ("--global-batch-size 6", 2, ["6 is not a multiple of 2 x dp 2 = 4"]),
     ("--min-lr 1", 1, ["--min-lr 1.0 --lr 0.001: the rate would rise"]),
@@ -142,6 +171,13 @@ GOOD = [
     (f"{BASE} --use-rotary-position-embeddings --position-embedding-type rope", 1),
     (f"{BASE} --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 8", 8),
     (f"{BASE} --num-layers 3 --pipeline-model-parallel-size 2 --pipeline-schedule gpipe", 2),
+    (f"{BASE} {PP2} --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 3", 2),
+    (f"{BASE} {PP2} --num-layers-per-virtual-pipeline-stage 1", 2),
+    (f"{BASE} {PP2} --num-layers-per-virtual-pipeline-stage 2", 2),  # one chunk
+    (f"{BASE} {PP2} --pipeline-schedule interleaved --num-layers 5 --decoder-first-pipeline-num-layers 2", 2),
+    (f"{BASE} {PP2} --pipeline-schedule zbv --num-virtual-stages-per-pipeline-rank 2", 2),
+    (f"{BASE} {PP2} --pipeline-schedule dualpipev", 2),
+    (f"{BASE} {PP2} --pipeline-schedule zb-h2", 2),
     (f"{BASE} --lr 3e-4 --lr-decay-style WSD --lr-wsd-decay-iters 50 --lr-warmup-iters 9 --lr-warmup-init 1e-7", 1),
     (f"{BASE} --lr-decay-style constant --lr-warmup-fraction .1 --lr-decay-iters 50", 1),
     (f"{BASE} --lr 0 --eval-interval 1 --eval-iters 2 --save out --persistent-save-interval 5 --load x --finetune", 1),
@@ -188,7 +224,7 @@ def test_all_problems_come_together():
     _, problems = parse(line.split(), 4)
     report = format_problems(problems)
     for text in (
-        "--num-layers?",
+        "did you mean --num-layers or --num-layers-per-virtual-pipeline-stage?",
         "--lr abc",
         "--bf16 --fp64",
         "tp x pp = 3",
@@ -253,6 +289,25 @@ def test_arguments_are_dumped_as_megatron_does():
     assert "  num_layers ...................................... 4" in lines
     assert "  padded_vocab_size ............................... 256" in lines
     assert lines[1:-1] == sorted(lines[1:-1])
+
+
+def test_a_wasteful_schedule_is_told_once(monkeypatch, capsys):
+    """By rank 0 at the start of a run, and in a dry run; it is no error."""
+    line = f"{BASE} {PP2} --pipeline-schedule gpipe"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(pretrain_gpt, "pretrain", lambda *args: None)
+    monkeypatch.setattr(pretrain_gpt, "leave", lambda: None)
+    for rank, times in ((0, 1), (1, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        assert pretrain_gpt.main(line.split()) == 0
+        out, err = capsys.readouterr()
+        assert out.count("warning: --pipeline-schedule gpipe: predicted step") == times and err == ""
+    monkeypatch.delenv("RANK")
+    assert pretrain_gpt.main(f"{line} --dry-run".split()) == 0
+    out = capsys.readouterr().out
+    assert out.count("warning: --pipeline-schedule gpipe: predicted step") == 1
+    assert max(len(line) for line in out[out.index("schedule gpipe") :].splitlines()) <= 100
+    assert pretrain_gpt.main(line.replace("gpipe", "1f1b").split()) == 0 and "warning" not in capsys.readouterr().out
 
 
 VALUES = st.sampled_from(

@@ -10,6 +10,7 @@ import pytest
 from megatron_lite.arguments import build_parser, parse
 from megatron_lite.models.zoo import PRESETS
 from megatron_lite.planner.params import count_parameters
+from megatron_lite.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,6 +61,18 @@ def test_the_table_of_models_is_the_zoo():
         sizes = (m.num_layers, m.hidden_size, m.num_attention_heads, m.num_kv_heads, m.ffn_hidden_size, config.data.vocab_size)
         expected.append([name, f"{count_parameters(config):,}", *map(str, sizes), str(m.max_position_embeddings)])
     assert rows == expected
+
+
+def test_the_table_of_schedules_is_what_they_cost():
+    inside = TEXT["parallelism.md"].split("<!-- schedules -->")[1].split("<!-- /schedules -->")[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in inside.strip().splitlines()[2:]]
+    assert [row[0] for row in rows] == [name for name in SCHEDULES if name != "dualpipe"]
+    for name, chunks, bubble, peaks, _ in rows:
+        command = f"--schedule {name} --pp 4 --microbatches 8"
+        draw = [sys.executable, str(ROOT / "tools" / "draw_schedule.py"), *command.split()]
+        printed = subprocess.run(draw, capture_output=True, text=True, check=True).stdout
+        assert f"= {bubble}% of the step," in printed and f"peak activations  {peaks} (" in printed, printed
+        assert int(chunks) == SCHEDULES[name].default_chunks
 
 
 def known_flags():

@@ -30,6 +30,7 @@ RUN = "--fp64 --mock-data --train-iters 3"
 ROPE = "--position-embedding-type rope"
 SCALED = f"{ROPE} --use-rope-scaling --rope-original-max-position 32 --rope-scaling-factor 2"
 GQA = "--num-attention-heads 4 --group-query-attention"
+CHUNKED = "ranks 2 --pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8"
 WARM = "--lr-warmup-iters 2"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 2"
 EVAL = "--eval-interval 1 --eval-iters 1"
@@ -80,6 +81,10 @@ ROWS = {
     "sequence_parallel": ("ranks 2 --tensor-model-parallel-size 2", "--sequence-parallel", "built"),
     "pipeline_model_parallel_size": ("ranks 2", "--pipeline-model-parallel-size 2", "built"),
     "pipeline_schedule": ("ranks 2 --pipeline-model-parallel-size 2", "--pipeline-schedule gpipe", "built"),
+    "num_virtual_stages_per_pipeline_rank": (CHUNKED, "--num-virtual-stages-per-pipeline-rank 2", "built"),
+    "num_layers_per_virtual_pipeline_stage": (CHUNKED, "--num-layers-per-virtual-pipeline-stage 1", "built"),
+    "microbatch_group_size_per_virtual_pipeline_stage": (
+        f"{CHUNKED} --num-virtual-stages-per-pipeline-rank 2", "--microbatch-group-size-per-virtual-pipeline-stage 4", "built"),
     "decoder_first_pipeline_num_layers": ("ranks 2 --num-layers 3 --pipeline-model-parallel-size 2",
                                           "--decoder-first-pipeline-num-layers 1", "built"),
     "decoder_last_pipeline_num_layers": ("ranks 2 --num-layers 3 --pipeline-model-parallel-size 2",

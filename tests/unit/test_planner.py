@@ -8,24 +8,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lite.arguments import parse
-from megatron_lite.comm.mesh import Axis, single
+from megatron_lite.comm.mesh import Axis, Mesh, single
+from megatron_lite.config import ParallelConfig
 from megatron_lite.models import attention
 from megatron_lite.models.rope import cos_sin
 from megatron_lite.models.transformer import TransformerLayer, TransformerStage
 from megatron_lite.parallel.tensor import TensorParallel
+from megatron_lite.pipeline.stage import build_chunks
 from megatron_lite.planner.flops import device_peak_tflops, flops_per_iteration, flops_per_token, mfu
 from megatron_lite.planner.memory import (
     BLOCK_ROWS,
     KEEP_PROBABILITIES_UP_TO,
     layer_activation_bytes,
     live_microbatches,
+    peak_bytes,
     stage_memory,
     state_bytes,
 )
 from megatron_lite.planner.params import count_parameters, layer_parts, model_parts, rank_parts
+from megatron_lite.planner.pipeline import pipeline_of, plan_pipeline
 from megatron_lite.planner.report import count, dry_run_report, size
 from megatron_lite.planner.split import layer_ranges, split_layers
 from megatron_lite.rng import DropoutKey
+from megatron_lite.schedules import SCHEDULES
+from megatron_lite.schedules.actions import parse_schedule
 
 GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 250 --lr 1e-3"
 LLAMA = GPT + (
@@ -111,6 +117,42 @@ def test_counts_are_those_of_the_model_that_is_built(flags, tp, pp):
         sizes = config.data.vocab_size, config.padded_vocab_size
         built = TransformerStage(config.model, *sizes, layers, stage == 0, stage == pp - 1, cut)
         assert sum(param.numel() for param in built.parameters()) == sum(rank_parts(config, stage).values())
+
+
+CUTS = {  # chunk flags, 8 layers on 2 ranks -> schedule, layers of every rank's chunks
+    "--num-virtual-stages-per-pipeline-rank 2": ("interleaved", [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]),
+    "--num-layers-per-virtual-pipeline-stage 1": ("interleaved", [[(i, i + 1) for i in (0, 2, 4, 6)],
+                                                                  [(i, i + 1) for i in (1, 3, 5, 7)]]),
+    "--num-layers-per-virtual-pipeline-stage 4": ("1f1b", [[(0, 4)], [(4, 8)]]),
+    "--pipeline-schedule zbv": ("zbv", [[(0, 2), (6, 8)], [(2, 4), (4, 6)]]),
+    "--pipeline-schedule dualpipev --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1":
+        ("dualpipev", [[(0, 1), (7, 8)], [(1, 4), (4, 7)]]),
+    "--pipeline-schedule interleaved --decoder-last-pipeline-num-layers 1": ("interleaved", [[(0, 3), (5, 7)], [(3, 5), (7, 8)]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA])
+@pytest.mark.parametrize("flags", CUTS)
+def test_chunks_hold_what_the_planner_says(flags, model):
+    """Layers by hand; parameters of every rank, tp 2, against the chunks that are built."""
+    config = config_of(f"{model} --num-layers 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+                       f"--global-batch-size 16 {flags}", 4)  # fmt: skip
+    pipeline = pipeline_of(config)
+    name, layers = CUTS[flags]
+    assert pipeline.schedule == name
+    assert [[(c.layers.start, c.layers.stop) for c in pipeline.chunks(rank)] for rank in range(2)] == layers
+    for rank in range(2):
+        axes = {"tp": Axis("tp", rank=1, ranks=(0, 1)), "pp": Axis("pp", rank=rank, ranks=(0, 2))}
+        chunks = build_chunks(config, Mesh(config.grid, 0, torch.device("meta"), axes), pipeline)
+        assert sum(p.numel() for chunk in chunks for p in chunk.parameters()) == sum(rank_parts(config, rank).values())
+        assert [[layer.layer for layer in chunk.layers] for chunk in chunks] == [list(range(*ends)) for ends in layers[rank]]
+    assert tuple(map(len, stage_memory(config)[0].layers)) == tuple(b - a for a, b in layers[0])
+
+
+def test_without_a_pipeline_there_is_one_chunk():
+    for name in SCHEDULES:
+        pipeline = plan_pipeline(4, ParallelConfig(pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=3))
+        assert (pipeline.schedule, pipeline.num_chunks, pipeline.layers) == ("1f1b", 1, (range(4),))
 
 
 def test_flops_by_hand():
@@ -228,6 +270,31 @@ def test_live_microbatches_come_from_the_schedule():
     plan = stage_memory(config_of(flags, 4))
     assert plan[1].activations == 3 * layer_activation_bytes(config_of(flags, 4))
     assert plan[1].total == plan[1].parameters * 16 + plan[1].activations
+
+
+def test_live_activations_are_counted_chunk_by_chunk():
+    """Rank 1 of 4 holds no end of the model; Megatron's interleaved lists hold 9 chunks there (p 4, v 2, m 8), ZBV 8."""
+    flags = GPT + " --num-layers 8 --pipeline-model-parallel-size 4 --global-batch-size 16"
+    for chosen, live, chunks in ((" --num-virtual-stages-per-pipeline-rank 2", 4.5, 9), (" --pipeline-schedule zbv", 4, 8)):
+        config = config_of(flags + chosen, 4)
+        plan = stage_memory(config)[1]
+        assert live_microbatches(config)[1] == plan.live_microbatches == live
+        assert plan.activations == chunks * layer_activation_bytes(config)
+    uneven = parse_schedule("F0 F1 F0.1 B0.1 F1.1 W0.1 BW1.1 F2 BW0 BW1 BW2")[0]
+    assert peak_bytes(uneven, (10, 1)) == 30 and peak_bytes(uneven, (1, 10)) == 22
+
+
+def test_report_names_the_layers_of_every_chunk():
+    flags = GPT + " --pipeline-model-parallel-size 2 --global-batch-size 48 --num-layers"
+    report = [dry_run_report(config, config.grid) for config in (
+        config_of(f"{flags} 8 --pipeline-schedule zbv", 2),
+        config_of(f"{flags} 40 --num-virtual-stages-per-pipeline-rank 20", 2),
+        config_of(f"{flags} 8 --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 3", 2),
+    )]  # fmt: skip
+    assert "0..1, 6..7 (4)" in report[0] and "2..3, 4..5 (4)" in report[0] and "schedule zbv: 2 ranks x 2 chunks" in report[0]
+    assert "0, 2, ..., 38 (20)" in report[1]
+    assert "24 microbatches, of which the picture shows 9" in report[2]  # whole groups
+    assert max(len(line) for text in report for line in text[text.index("schedule ") :].splitlines()) <= 100
 
 
 def test_report_is_complete_and_narrow():
