@@ -18,7 +18,6 @@ from functools import partial
 from megatron_lite.arguments import format_arguments, format_problems, parse, tokenizer_arguments, with_vocab_size
 from megatron_lite.config import Config
 from megatron_lite.errors import ReportedError, peer_gone
-from megatron_lite.grid import Grid
 from megatron_lite.planner.pipeline import pipeline_warnings
 from megatron_lite.planner.report import dry_run_report
 
@@ -98,8 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, eod = read_tokenizer(config)
         if config.train.dry_run:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--dry-run | head` ends quietly
-            parallel = config.parallel
-            say(dry_run_report(config, Grid(tp=parallel.tp, pp=parallel.pp, dp=config.data_parallel_size)))
+            say(dry_run_report(config, config.grid))
             return 0
         if rank == 0:
             say("\n".join([format_arguments(config), *pipeline_warnings(config)]))
