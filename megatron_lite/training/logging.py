@@ -153,11 +153,12 @@ class Interval:
 def log_line(metrics: Metrics, now: datetime | None = None) -> str:
     """Megatron's line, field by field in its order (people's parsers read it), then what it leaves out."""
     m = metrics
+    digits = 1 if (m.tflops_per_device or 0) >= 10 else 3  # Megatron's one digit would show a CPU's rate as 0.0
     fields = [
         f" [{now or datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {m.iteration:8d}/{m.train_iters:8d}",
         f"consumed samples: {m.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {m.seconds_per_iteration * 1000.0:.1f}",
-        m.tflops_per_device is not None and f"throughput per GPU (TFLOP/s/GPU): {m.tflops_per_device:.{1 if m.tflops_per_device >= 10 else 3}f}",
+        m.tflops_per_device is not None and f"throughput per GPU (TFLOP/s/GPU): {m.tflops_per_device:.{digits}f}",
         f"learning rate: {m.learning_rate:.6E}",
         f"global batch size: {m.global_batch_size:5d}",
         f"lm loss: {m.lm_loss:.6E}",
