@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import time
 from datetime import datetime
 
 import pytest
@@ -212,10 +213,15 @@ def test_wandb_offline_with_the_real_package(wandb_offline, monkeypatch):
     sinks.close()
 
     (run,) = (folder / "save" / "wandb").glob("offline-run-*")
-    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+    keys = (b"lm loss", b"learning-rate", b"grad-norm", b"throughput", b"lm loss validation", b"consumed-tokens")
+    deadline = time.monotonic() + 20  # W&B's own process writes the file, a moment after finish() has returned
+    while True:
+        written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+        if all(key in written for key in keys) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
     assert run.name.endswith(run_id)
-    for key in (b"lm loss", b"learning-rate", b"grad-norm", b"throughput", b"lm loss validation", b"consumed-tokens"):
-        assert key in written
+    assert [key for key in keys if key not in written] == []
     assert b"deadbeef" not in written and b"s3cr3t-value" not in written
     assert len(inits) == 1 and inits[0]["config"]["model"]["hidden_size"] == 64
     assert inits[0]["config"]["data"]["data_path"] == ["https://me:***@host/corpus"]
