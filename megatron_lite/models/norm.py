@@ -17,8 +17,8 @@ def rms_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torc
     """x [..., h], weight [h] -> y [..., h] in x's dtype, rstd [..., 1] in fp32.   y = x * rsqrt(mean(x^2) + eps) * w"""
     exact = _exact(x)
     work = x.to(exact)
-    rstd = work.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (work * rstd * weight.to(exact)).to(x.dtype), rstd
+    rstd = torch.linalg.vector_norm(work, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (work * rstd).mul_(weight.to(exact)).to(x.dtype), rstd
 
 
 def rms_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor):
@@ -26,13 +26,12 @@ def rms_backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: 
 
     with n = x * rstd and g = dy * w:  dx = rstd * (g - n * mean(g * n)),  dw = sum over tokens of dy * n
     """
+    weight, dy = weight.to(rstd.dtype), dy.to(rstd.dtype)
     normed = x.to(rstd.dtype) * rstd
-    dy = dy.to(rstd.dtype)
     dn = dy * normed
     dw = dn.flatten(0, -2).sum(0)
-    mean = (dn * weight.to(rstd.dtype)).mean(-1, keepdim=True)
-    dx = (dy * weight.to(rstd.dtype)).sub_(normed.mul_(mean)).mul_(rstd)
-    return dx.to(x.dtype), dw
+    mean = (dn @ weight).unsqueeze(-1).div_(x.shape[-1])
+    return (dy * weight).addcmul_(normed, mean, value=-1).mul_(rstd).to(x.dtype), dw
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -77,10 +77,10 @@ class _CrossEntropy(torch.autograd.Function):
         chunk = max(1, LOGITS_CHUNK_BYTES // (4 * width))
         for begin in range(0, rows, chunk):
             part = slice(begin, min(begin + chunk, rows))
-            loss, grad = _rows(logits[part], labels[part] - first, axis, vocab_size, real, smoothing, keep_grad, exact)
-            losses[part] = loss
+            wanted = mask[part].to(exact) if keep_grad else None
+            losses[part], grad = _rows(logits[part], labels[part] - first, wanted, axis, vocab_size, real, smoothing, exact)
             if keep_grad:
-                logits[part] = grad.mul_(mask[part].to(exact).unsqueeze(1))  # the logits' memory now holds their gradient
+                logits[part] = grad  # the logits' memory now holds their gradient
         if keep_grad:
             ctx.save_for_backward(logits)
         return (losses * mask).sum()
@@ -91,8 +91,9 @@ class _CrossEntropy(torch.autograd.Function):
         return grad.mul_(dloss.to(grad.dtype)), None, None, None, None, None
 
 
-def _rows(logits, target, axis, vocab_size, real, smoothing, keep_grad, exact):
-    """Loss [n] and gradient [n, V/tp] of some rows. `target` [n] counts from this rank's first column.
+def _rows(logits, target, mask, axis, vocab_size, real, smoothing, exact):
+    """Loss [n] of some rows, and mask x its gradient [n, V/tp] unless `mask` is None. `target` [n] counts from this rank's
+    first column.
 
     loss = log(sum exp) - (1 - e) * logit[target] - e/V * sum of logits over the true vocabulary
     """
@@ -108,12 +109,12 @@ def _rows(logits, target, axis, vocab_size, real, smoothing, keep_grad, exact):
     work.exp_()
     sums = comm.all_reduce(torch.stack([work.sum(1), picked, linear]), axis)  # [3, n]
     loss = sums[0].log() - (1.0 - smoothing) * sums[1] - smoothing / vocab_size * sums[2]
-    if not keep_grad:
+    if mask is None:
         return loss, None
-    grad = work.div_(sums[0].unsqueeze(1))  # softmax
-    grad.scatter_add_(1, index, mine.to(exact) * (smoothing - 1.0))
+    grad = work.mul_((mask / sums[0]).unsqueeze(1))  # mask x softmax
+    grad.scatter_add_(1, index, mine * ((smoothing - 1.0) * mask).unsqueeze(1))
     if smoothing:
-        grad[:, :real] -= smoothing / vocab_size
+        grad[:, :real] -= (smoothing / vocab_size * mask).unsqueeze(1)
     return loss, grad
 
 
