@@ -42,7 +42,13 @@ class TensorParallel:
 def give_weight_grad(weight: nn.Parameter, x: torch.Tensor, dy: torch.Tensor) -> None:
     """Hand over dW += dy^T @ x.   x [..., in], dy [..., out]"""
     x2, dy2 = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    give(weight, lambda grad: grad.add_(dy2.t() @ x2))
+
+    def add(grad: torch.Tensor) -> torch.Tensor:
+        if grad.dtype == dy2.dtype:  # fp32 and fp64: the GEMM itself adds
+            return grad.addmm_(dy2.t(), x2)
+        return grad.add_(dy2.t() @ x2)
+
+    give(weight, add)
 
 
 def give_bias_grad(bias: nn.Parameter, dy: torch.Tensor) -> None:

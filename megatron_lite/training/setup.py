@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,10 @@ def device_memory(device: torch.device) -> tuple[int, int]:
     """(in use, peak) bytes of this process: torch's allocator on CUDA, resident memory on CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    with open("/proc/self/status", encoding="ascii") as status:
-        fields = {line.split(":")[0]: line.split()[1] for line in status if line.startswith("Vm")}
-    return int(fields["VmRSS"]) * 1024, int(fields["VmHWM"]) * 1024
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            fields = {line.split(":")[0]: line.split()[1] for line in status if line.startswith("Vm")}
+        return int(fields["VmRSS"]) * 1024, int(fields["VmHWM"]) * 1024
+    except OSError:  # macOS knows the peak alone, in bytes
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak, peak
