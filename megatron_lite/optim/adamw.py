@@ -52,9 +52,7 @@ class Optimizer:
             state.bucket.grad.mul_(grad_scale.to(state.bucket.grad.dtype))
         for decays in (True, False):
             self._step_group(lr, self.config.weight_decay if decays else 0.0, decays)
-        for state in self.states:
-            if state.master is not state.bucket.param:
-                state.bucket.param.copy_(state.master)
+        self.write_back()
 
     def _step_group(self, lr: float, weight_decay: float, decays: bool) -> None:
         """One fused call over all runs of one decay group."""
@@ -77,14 +75,8 @@ class Optimizer:
         return sum(sum(m.nbytes for m in s.moments.values()) + (s.master.nbytes if s.master is not s.bucket.param else 0)
                    for s in self.states)  # fmt: skip
 
-    def sync_masters(self) -> None:
-        """Masters from the parameters, after weights alone were loaded."""
-        for state in self.states:
-            if state.master is not state.bucket.param:
-                state.master.copy_(state.bucket.param)
-
     def write_back(self) -> None:
-        """Parameters from the masters, after a checkpoint was loaded into them."""
+        """Parameters from the masters, after a step or after a checkpoint was loaded into them."""
         for state in self.states:
             if state.master is not state.bucket.param:
                 state.bucket.param.copy_(state.master)

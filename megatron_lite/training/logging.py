@@ -29,7 +29,7 @@ from megatron_lite.config import Config
 from megatron_lite.errors import ReportedError
 from megatron_lite.planner.flops import flops_per_iteration
 from megatron_lite.training.peak import matmul_peak_tflops
-from megatron_lite.training.setup import device_memory
+from megatron_lite.training.setup import peak_memory
 from megatron_lite.training.step import StepReport
 
 MFU_FORMULA = "model FLOPs, causal half"  # planner.flops: no recomputation counted, attention at half of its square
@@ -122,7 +122,7 @@ class Interval:
         waits = torch.tensor([self.pipeline_wait_seconds, self.data_wait_seconds], dtype=torch.float64, device=device)
         waits = comm.all_reduce(waits, world) * (100.0 / (world.size * self.steps * seconds))
         bubble, data_wait = waits.tolist()
-        memory = torch.tensor(device_memory(device)[1], dtype=torch.float64, device=device)
+        memory = torch.tensor(peak_memory(device), dtype=torch.float64, device=device)
         metrics = Metrics(
             iteration=iteration,
             train_iters=train.train_iters,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +33,6 @@ class Trainer:
     optimizer: Optimizer
     executor: Executor
     actions: list[Action]
-
-    @property
-    def num_microbatches(self) -> int:
-        return num_microbatches(self.config, self.mesh.dp.size)
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
@@ -67,14 +64,9 @@ def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     return Trainer(config, mesh, chunks, engine, optimizer, executor, schedule[mesh.pp.rank])
 
 
-def device_memory(device: torch.device) -> tuple[int, int]:
-    """(in use, peak) bytes of this process: torch's allocator on CUDA, resident memory on CPU."""
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this process has held: torch's allocator on CUDA, resident memory on CPU."""
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:
-            fields = {line.split(":")[0]: line.split()[1] for line in status if line.startswith("Vm")}
-        return int(fields["VmRSS"]) * 1024, int(fields["VmHWM"]) * 1024
-    except OSError:  # macOS knows the peak alone, in bytes
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak, peak
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS says bytes, Linux KiB
