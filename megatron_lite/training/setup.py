@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -68,5 +67,8 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes this process has held: torch's allocator on CUDA, resident memory on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS says bytes, Linux KiB
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    except OSError:  # macOS; its figure is in bytes. Linux's own ru_maxrss would include what the parent held
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
