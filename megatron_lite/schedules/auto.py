@@ -16,6 +16,7 @@ from megatron_lite.schedules.interleaved import whole_groups
 from megatron_lite.schedules.simulate import Costs, Number, Timeline, simulate
 
 GREEDY = "greedy"  # the list scheduler's name among the schedules
+MOST_LISTED = 20_000  # actions of all ranks: so many the list scheduler orders in some seconds
 USEFUL = 2  # times p: microbatches per rank that the list scheduler is given at most; zero bubble needs no more
 
 
@@ -146,16 +147,23 @@ def _named(name: str, pp_size: int, num_chunks: int, total: int, cuts_of: CutsOf
 
 
 def _greedy(placement: Placement, total: int, cuts_of: CutsOf, limit: float) -> list[Candidate]:
+    """The list scheduler, with the cut whose busiest rank has the least to do: it takes long, and a list only adds waits."""
     cuts = cuts_of(placement)
     if problems := greedy_problems(placement, limit) or ([] if cuts else [_uncut(placement)]):
         return [Candidate(GREEDY, placement.num_chunks, placement, note=problems[0])]
-    found = []
-    for cut in cuts:
-        schedule = greedy_schedule(placement, total, cut.costs, limit)
-        note = _join("on a v" if placement.kind == "v" else "", cut.note)
-        timeline = simulate(schedule, placement, cut.costs)
-        found.append(Candidate(GREEDY, placement.num_chunks, placement, schedule, timeline, note, cut))
-    return found
+    if (actions := 3 * total * placement.num_chunks * placement.pp_size) > MOST_LISTED:
+        return [Candidate(GREEDY, placement.num_chunks, placement, note=f"lists of {actions} actions take too long to make")]
+    cut = min(cuts, key=lambda each: _busiest(each.costs, placement))
+    schedule = greedy_schedule(placement, total, cut.costs, limit)
+    note = _join("on a v" if placement.kind == "v" else "", cut.note)
+    return [Candidate(GREEDY, placement.num_chunks, placement, schedule, simulate(schedule, placement, cut.costs), note, cut)]
+
+
+def _busiest(costs: Costs, placement: Placement) -> Number:
+    """What the busiest rank does for one microbatch."""
+    chunks = range(placement.num_chunks)
+    return max(sum(costs.of(Action(kind, chunk, 0), placement.stage(rank, chunk)) for chunk in chunks for kind in ("F", "BW"))
+               for rank in range(placement.pp_size))  # fmt: skip
 
 
 def _whole_group(pp_size: int, total: int) -> int | None:
