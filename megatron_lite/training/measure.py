@@ -37,6 +37,9 @@ def measure_costs(config: Config, mesh: Mesh, p2p: P2P, shape: tuple[int, int, i
     stage's output."""
     prices = [measure_part(config, mesh, part, shape) for part in PARTS]
     found = comm.gather_objects((mesh.pp.rank, prices, measure_message(config, mesh, p2p, shape)), mesh.world)
+    if mesh.device.type == "cuda":
+        torch.cuda.empty_cache()  # what the run allocates should not lie between what was dropped
+        torch.cuda.reset_peak_memory_stats(mesh.device)
     slowest = [[_slowest([own[part] for rank, own, _ in found if rank == stage]) for stage in range(mesh.pp.size)]
                for part in range(len(PARTS))]  # fmt: skip
     source = f"costs measured on these ranks, micro-batch {config.train.micro_batch_size} x {config.model.seq_length} tokens"
