@@ -85,7 +85,7 @@ def test_the_list_scheduler_beats_every_named_schedule_that_fits():
     assert len(named) >= 5 and min(named) > float(rows[0].split()[2])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(2, 4), st.integers(1, 8), st.integers(0, 6), st.one_of(st.none(), st.integers(2, 12)), st.data())
 def test_any_choice_is_valid_within_the_limit_and_not_longer_than_1f1b(pp, m, more, half_limit, data):
     """Whatever each rank's parts cost."""
