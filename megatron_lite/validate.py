@@ -153,10 +153,6 @@ def _pipeline(s: Values) -> Iterator[Problem]:
         return
     if min(s.num_layers, s.pipeline_model_parallel_size) > FARTHEST:
         return  # more stages than can be listed; no world is that large
-    if s.pipeline_schedule == "dualpipe":
-        text = "each stage lies on two ranks, and nothing sums their gradients yet"
-        yield about(s, SCHEDULE, text, "dualpipev, its V, runs; so does zbv")
-        return
     try:
         pipeline = _plan(s)
     except ValueError as error:

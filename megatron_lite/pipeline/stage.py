@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megatron_lite.comm.mesh import Mesh
@@ -17,4 +19,8 @@ def build_chunks(config: Config, mesh: Mesh, pipeline: Pipeline) -> list[Transfo
     dtype = getattr(torch, config.precision.dtype_name)
     tp = TensorParallel(mesh.tp, parallel.sequence_parallel and mesh.tp.size > 1, dtype, mesh.device)
     vocab = config.data.vocab_size, config.padded_vocab_size
-    return [TransformerStage(model, *vocab, chunk.layers, chunk.first, chunk.last, tp) for chunk in pipeline.chunks(mesh.pp.rank)]
+    planned = pipeline.chunks(mesh.pp.rank)
+    built = [TransformerStage(model, *vocab, chunk.layers, chunk.first, chunk.last, tp) for chunk in planned]
+    for param in (param for chunk, stage in zip(planned, built, strict=True) if chunk.copy for param in stage.parameters()):
+        param.shard = replace(param.shard, tied=True)
+    return built

@@ -25,12 +25,14 @@ MOST_CHUNKS = 256  # per rank: so many a pipeline message can tell apart (comm/p
 
 
 class Chunk(NamedTuple):
-    """One chunk of one rank: its stage and that stage's layers; `first` takes tokens, `last` makes the loss."""
+    """One chunk of one rank: its stage and that stage's layers; `first` takes tokens, `last` makes the loss. A `copy` is
+    the second place of a stage that lies on two ranks: it is trained alike, but counted and saved from the first."""
 
     stage: int
     layers: range
     first: bool
     last: bool
+    copy: bool = False
 
 
 class Pipeline(NamedTuple):
@@ -47,8 +49,12 @@ class Pipeline(NamedTuple):
 
     def chunks(self, rank: int) -> list[Chunk]:
         """What a pipeline rank holds, in chunk order."""
-        stages = [self.placement.stage(rank, chunk) for chunk in range(self.num_chunks)]
-        return [Chunk(s, self.layers[s], s == 0, s == len(self.layers) - 1) for s in stages]
+        chunks = []
+        for chunk in range(self.num_chunks):
+            stage = self.placement.stage(rank, chunk)
+            copy = chunk == 1 and self.placement.mirror(rank, chunk) is not None
+            chunks.append(Chunk(stage, self.layers[stage], stage == 0, stage == len(self.layers) - 1, copy))
+        return chunks
 
     def actions(self, num_microbatches: int) -> list[list[Action]]:
         """The action lists of all ranks; ScheduleError where there are none."""

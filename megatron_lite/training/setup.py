@@ -37,7 +37,8 @@ class Trainer:
 def grid_of(config: Config, world_size: int) -> Grid:
     """The grid that the configuration makes of `world_size` ranks; what tp and pp leave is dp."""
     parallel = config.parallel
-    return Grid(tp=parallel.tp, pp=parallel.pp, dp=world_size // (parallel.tp * parallel.pp))
+    mirrored = pipeline_of(config).placement.mirror(0, 0) is not None
+    return Grid(tp=parallel.tp, pp=parallel.pp, dp=world_size // (parallel.tp * parallel.pp), mirrored=mirrored)
 
 
 def num_microbatches(config: Config, dp: int) -> int:
@@ -52,7 +53,7 @@ def build_trainer(config: Config, mesh: Mesh) -> Trainer:
         for chunk in chunks:
             compile_elementwise(chunk)
     engine = GradientEngine(chunks, mesh.dp_cp, mesh.tp, mesh.embedding, not config.parallel.no_overlap_grad_reduce,
-                            config.parallel.ddp_bucket_size)  # fmt: skip
+                            config.parallel.ddp_bucket_size, mesh.mirror)  # fmt: skip
     optimizer = Optimizer(engine.buckets, config.optimizer)
     tp = chunks[0].tp
     length = model.seq_length // (mesh.tp.size if tp.sequence_parallel else 1)
