@@ -87,6 +87,8 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers (pp)")
     pipeline_schedule: str = flag("1f1b", "order of forwards and backwards on each pipeline rank (see docs/parallelism.md)",
         choices=tuple(SCHEDULES))  # fmt: skip
+    pipeline_schedule_file: str | None = flag(None, "text file with a list of actions for each pipeline rank, instead of a "
+        "schedule by name (see docs/parallelism.md)", type=str)  # fmt: skip
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "chunks per pipeline rank; with 1f1b 2 or more interleave "
         "them (default: as many as the schedule needs, 1 or 2)", type=int)  # fmt: skip
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "the same, given as layers per chunk", type=int)

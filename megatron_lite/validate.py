@@ -1,4 +1,5 @@
-"""Can a run be what its flags say? `validate` answers with every problem at once; it starts nothing and reads no file.
+"""Can a run be what its flags say? `validate` answers with every problem at once; it starts nothing and reads no file but
+a schedule.
 
     --num-attention-heads 6 --tensor-model-parallel-size 4: 6 heads cannot be cut into 4 equal parts; nearest values
     that work: --num-attention-heads 4 or 8, --tensor-model-parallel-size 3 or 6
@@ -30,8 +31,10 @@ from megatron_lite.rules import (
     nearest_values,
     ranges,
 )
+from megatron_lite.schedules.actions import ScheduleError
 
-PP, SCHEDULE, GROUP = "pipeline_model_parallel_size", "pipeline_schedule", "microbatch_group_size_per_virtual_pipeline_stage"
+PP, GROUP = "pipeline_model_parallel_size", "microbatch_group_size_per_virtual_pipeline_stage"
+SCHEDULE, FILE = "pipeline_schedule", "pipeline_schedule_file"
 CHUNKS, PER_CHUNK = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
 ENDS = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
@@ -155,17 +158,20 @@ def _pipeline(s: Values) -> Iterator[Problem]:
         return  # more stages than can be listed; no world is that large
     try:
         pipeline = _plan(s)
+    except ScheduleError as error:
+        yield about(s, f"{FILE} {PP}", str(error))
+        return
     except ValueError as error:
         yield _no_plan(s, str(error))
         return
-    if have(s.microbatch_group_size_per_virtual_pipeline_stage) and pipeline.schedule != "interleaved":
+    if have(s.microbatch_group_size_per_virtual_pipeline_stage) and not pipeline.has_groups:
         text = f"has no effect: {pipeline.schedule} runs no groups, the interleaved schedule does"
-        yield about(s, GROUP, text, f"drop it, or give --{CHUNKS.replace('_', '-')}")
+        yield about(s, GROUP, text, "drop it" if pipeline.file else f"drop it, or give --{CHUNKS.replace('_', '-')}")
     batch, each = s.global_batch_size, (s.micro_batch_size or 0) * (s.dp or 0)
     if batch and each and batch % each == 0:
-        named = [SCHEDULE, *(name for name in (CHUNKS, PER_CHUNK) if getattr(s, name))]
+        named = [FILE] if pipeline.file else [SCHEDULE, *(name for name in (CHUNKS, PER_CHUNK) if getattr(s, name))]
         for text in pipeline.problems(batch // each):
-            yield about(s, " ".join(named), text.split(": ", 1)[-1])
+            yield about(s, " ".join(named), text if pipeline.file else text.split(": ", 1)[-1])
 
 
 def _no_plan(s: Values, why: str) -> Problem:
@@ -173,7 +179,7 @@ def _no_plan(s: Values, why: str) -> Problem:
     names = [name for name in ("num_layers", PP, CHUNKS, PER_CHUNK, *ENDS) if getattr(s, name)]
     lowest = {PP: 1 if names == ["num_layers", PP] else 2}  # without a pipeline the other flags would have no effect
     choices = {name: nearest(getattr(s, name), partial(_plans, s, name), lowest.get(name, 1)) for name in names}
-    named = [SCHEDULE] if s.pipeline_schedule != "1f1b" else []
+    named = [FILE] if s.pipeline_schedule_file else [SCHEDULE] if s.pipeline_schedule != "1f1b" else []
     named += [name for name in names if choices[name]] or names
     return about(s, " ".join(named), why, nearest_values(**choices))
 

@@ -4,6 +4,8 @@
     chunks per rank            1         2             2                   1
     or as given                any: with 2 or more it is interleaved       no other number runs
 
+A schedule of one's own, --pipeline-schedule-file, says itself where its chunks lie and how many there are.
+
 Stages are numbered over the whole pipeline, 0 takes tokens and the last makes the loss; the split of the layers and the
 flags for its ends are about these stages. Which rank and chunk a stage is, `Placement` says:
 
@@ -13,13 +15,15 @@ flags for its ends are about these stages. Which rank and chunk a stage is, `Pla
 Worked out here alone: what is built, planned, validated and reported all comes from `plan_pipeline`.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.config import Config, ParallelConfig
 from megatron_lite.planner.split import layer_ranges
 from megatron_lite.schedules import SCHEDULES, build_schedule, schedule_placement, schedule_problems
-from megatron_lite.schedules.actions import Action, Placement
+from megatron_lite.schedules.actions import Action, Placement, ScheduleError
 from megatron_lite.schedules.advice import schedule_warnings
+from megatron_lite.schedules.file import ScheduleFile, read_schedule
 
 MOST_CHUNKS = 256  # per rank: so many a pipeline message can tell apart (comm/p2p.py)
 
@@ -38,10 +42,15 @@ class Chunk(NamedTuple):
 class Pipeline(NamedTuple):
     """A pipeline without its number of microbatches, which the lists of actions need."""
 
-    schedule: str  # one of SCHEDULES; interleaved where the flags say 1f1b and several chunks
+    schedule: str  # one of SCHEDULES; interleaved where the flags say 1f1b and several chunks; or the name of a file
     placement: Placement
     group_size: int | None  # microbatches per group of an interleaved schedule, None: as many as ranks
     layers: tuple[range, ...]  # of every stage
+    file: ScheduleFile | None = None
+
+    @property
+    def has_groups(self) -> bool:
+        return self.file is None and SCHEDULES[self.schedule].has_groups
 
     @property
     def num_chunks(self) -> int:
@@ -58,15 +67,21 @@ class Pipeline(NamedTuple):
 
     def actions(self, num_microbatches: int) -> list[list[Action]]:
         """The action lists of all ranks; ScheduleError where there are none."""
-        return build_schedule(self.schedule, *self._sizes(num_microbatches))
+        if self.file is None:
+            return build_schedule(self.schedule, *self._sizes(num_microbatches))
+        if problems := self.problems(num_microbatches):
+            raise ScheduleError("\n".join(problems))
+        return self.file.schedule
 
     def problems(self, num_microbatches: int) -> list[str]:
         """Why there are no lists for so many microbatches, in words with what would work; empty where there are."""
+        if self.file is not None:
+            return self.file.problems(self.placement.pp_size, num_microbatches)
         return schedule_problems(self.schedule, *self._sizes(num_microbatches))
 
     def warnings(self, num_microbatches: int) -> list[str]:
-        """What runs but wastes time or memory."""
-        return schedule_warnings(self.schedule, *self._sizes(num_microbatches))
+        """What runs but wastes time or memory; of a file nothing is known but what its picture shows."""
+        return [] if self.file is not None else schedule_warnings(self.schedule, *self._sizes(num_microbatches))
 
     def _sizes(self, num_microbatches: int) -> tuple[int, int, int, int | None]:
         return self.placement.pp_size, self.num_chunks, num_microbatches, self.group_size
@@ -74,23 +89,23 @@ class Pipeline(NamedTuple):
 
 def plan_pipeline(num_layers: int, parallel: ParallelConfig) -> Pipeline:
     """The pipeline of these settings; ValueError, in words, where there is none."""
+    ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if parallel.pipeline_schedule_file is not None and parallel.pp > 1:
+        file = read_schedule(parallel.pipeline_schedule_file)
+        name, placement, group = Path(file.path).name, _placement_of(file, num_layers, parallel), None
+        return Pipeline(name, placement, group, tuple(layer_ranges(num_layers, placement.num_stages, *ends)), file)
     name, chunks = schedule_and_chunks(num_layers, parallel)
     placement = schedule_placement(name, parallel.pp, chunks)
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage if SCHEDULES[name].has_groups else None
-    ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     return Pipeline(name, placement, group, tuple(layer_ranges(num_layers, placement.num_stages, *ends)))
 
 
 def schedule_and_chunks(num_layers: int, parallel: ParallelConfig) -> tuple[str, int]:
     """(schedule that runs, chunks per rank). Without a pipeline there is one chunk, whatever the flags say."""
-    name, pp, per_stage = parallel.pipeline_schedule, parallel.pp, parallel.num_layers_per_virtual_pipeline_stage
-    if pp == 1:
+    name = parallel.pipeline_schedule
+    if parallel.pp == 1:
         return "1f1b", 1
-    chunks = parallel.num_virtual_stages_per_pipeline_rank
-    if chunks is None and per_stage is not None:
-        chunks, rest = divmod(num_layers, pp * per_stage)
-        if rest or not chunks:
-            raise ValueError(f"{num_layers} layers on {pp} pipeline ranks are not cut into chunks of {per_stage}")
+    chunks = _given_chunks(num_layers, parallel)
     if chunks is None:
         chunks = SCHEDULES[name].default_chunks
     if chunks > MOST_CHUNKS:
@@ -103,6 +118,29 @@ def schedule_and_chunks(num_layers: int, parallel: ParallelConfig) -> tuple[str,
         runs = SCHEDULES[name].default_chunks
         raise ValueError(f"{name} runs {runs} chunk{'s' if runs > 1 else ''} per rank, not {chunks}")
     return name, chunks
+
+
+def _given_chunks(num_layers: int, parallel: ParallelConfig) -> int | None:
+    """Chunks per rank as the flags say, in either of their two ways."""
+    pp, per_stage = parallel.pp, parallel.num_layers_per_virtual_pipeline_stage
+    if parallel.num_virtual_stages_per_pipeline_rank is not None or per_stage is None:
+        return parallel.num_virtual_stages_per_pipeline_rank
+    chunks, rest = divmod(num_layers, pp * per_stage)
+    if rest or not chunks:
+        raise ValueError(f"{num_layers} layers on {pp} pipeline ranks are not cut into chunks of {per_stage}")
+    return chunks
+
+
+def _placement_of(file: ScheduleFile, num_layers: int, parallel: ParallelConfig) -> Placement:
+    """Where a file's chunks lie on the ranks of the run; ValueError where the flags say otherwise."""
+    placement, given = file.placement(), _given_chunks(num_layers, parallel)
+    if placement.pp_size != parallel.pp:
+        raise ScheduleError(file.problems(parallel.pp, file.num_microbatches)[0])
+    if placement.num_chunks > MOST_CHUNKS:
+        raise ScheduleError(f"{file.path}: {placement.num_chunks} chunks per rank are more than {MOST_CHUNKS}")
+    if given is not None and given != placement.num_chunks:
+        raise ValueError(f"{file.path} has {placement.num_chunks} chunks per rank, not {given}")
+    return placement
 
 
 def pipeline_of(config: Config) -> Pipeline:

@@ -81,6 +81,7 @@ ROWS = {
     "sequence_parallel": ("ranks 2 --tensor-model-parallel-size 2", "--sequence-parallel", "built"),
     "pipeline_model_parallel_size": ("ranks 2", "--pipeline-model-parallel-size 2", "built"),
     "pipeline_schedule": ("ranks 2 --pipeline-model-parallel-size 2", "--pipeline-schedule gpipe", "built"),
+    "pipeline_schedule_file": ("ranks 2 --pipeline-model-parallel-size 2", "--pipeline-schedule-file {tmp}/mine.txt", "built"),
     "num_virtual_stages_per_pipeline_rank": (CHUNKED, "--num-virtual-stages-per-pipeline-rank 2", "built"),
     "num_layers_per_virtual_pipeline_stage": (CHUNKED, "--num-layers-per-virtual-pipeline-stage 1", "built"),
     "microbatch_group_size_per_virtual_pipeline_stage": (
@@ -196,8 +197,9 @@ def recorder(made, name):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Two corpora, and a checkpoint of four iterations."""
+    """Two corpora, a schedule, and a checkpoint of four iterations."""
     folder = tmp_path_factory.mktemp("flags")
+    (folder / "mine.txt").write_text("F0 F1 BW1 BW0\nF0 F1 BW1 BW0\n")
     for seed, name in enumerate(("corpus", "other")):
         generator = np.random.default_rng(seed)
         with IndexedWriter(folder / name, np.uint16) as writer:
