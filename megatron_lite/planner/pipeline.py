@@ -105,7 +105,7 @@ def schedule_and_chunks(num_layers: int, parallel: ParallelConfig) -> tuple[str,
     name = parallel.pipeline_schedule
     if parallel.pp == 1:
         return "1f1b", 1
-    chunks = _given_chunks(num_layers, parallel)
+    chunks = _given_chunks(num_layers, parallel, SCHEDULES[name].placement_kind)
     if chunks is None:
         chunks = SCHEDULES[name].default_chunks
     if chunks > MOST_CHUNKS:
@@ -120,20 +120,20 @@ def schedule_and_chunks(num_layers: int, parallel: ParallelConfig) -> tuple[str,
     return name, chunks
 
 
-def _given_chunks(num_layers: int, parallel: ParallelConfig) -> int | None:
-    """Chunks per rank as the flags say, in either of their two ways."""
+def _given_chunks(num_layers: int, parallel: ParallelConfig, placement_kind: str) -> int | None:
+    """Chunks per rank as the flags say, in either of their two ways; a stage is two chunks where it lies on two ranks."""
     pp, per_stage = parallel.pp, parallel.num_layers_per_virtual_pipeline_stage
     if parallel.num_virtual_stages_per_pipeline_rank is not None or per_stage is None:
         return parallel.num_virtual_stages_per_pipeline_rank
     chunks, rest = divmod(num_layers, pp * per_stage)
     if rest or not chunks:
         raise ValueError(f"{num_layers} layers on {pp} pipeline ranks are not cut into chunks of {per_stage}")
-    return chunks
+    return 2 * chunks if placement_kind == "bidirectional" else chunks
 
 
 def _placement_of(file: ScheduleFile, num_layers: int, parallel: ParallelConfig) -> Placement:
     """Where a file's chunks lie on the ranks of the run; ValueError where the flags say otherwise."""
-    placement, given = file.placement(), _given_chunks(num_layers, parallel)
+    placement, given = file.placement(), _given_chunks(num_layers, parallel, file.kind)
     if placement.pp_size != parallel.pp:
         raise ScheduleError(file.problems(parallel.pp, file.num_microbatches)[0])
     if placement.num_chunks > MOST_CHUNKS:

@@ -122,6 +122,8 @@ BAD = [
      ["an even number of pipeline ranks; 2 or 4 would work"]),
     (f"{PP2} --pipeline-schedule dualpipe --num-virtual-stages-per-pipeline-rank 1", 2,
      ["dualpipe runs 2 chunks per rank, not 1"]),
+    (f"{PP2} --pipeline-schedule dualpipe --num-layers-per-virtual-pipeline-stage 1", 2,
+     ["dualpipe runs 2 chunks per rank, not 4", "--num-layers-per-virtual-pipeline-stage 2"]),
     ("--pipeline-model-parallel-size 6 --pipeline-schedule dualpipe --global-batch-size 24", 6,
      ["4 layers cannot fill 6 stages"]),
     (f"{PP2} --num-layers-per-virtual-pipeline-stage 3", 2,
