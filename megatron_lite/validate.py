@@ -11,6 +11,7 @@ A value out of range is taken as absent by the rules after it, so that one mista
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from fractions import Fraction
 from functools import partial
 
 from megatron_lite.config import GROUPS, Config, ParallelConfig
@@ -215,7 +216,7 @@ def _warmup(s: Values) -> Iterator[Problem]:
         return
     length = _samples(s, length_name)
     warmup_name = "lr_warmup_iters" if s.lr_warmup_iters else "lr_warmup_samples"
-    warmup = _samples(s, warmup_name) or int((s.lr_warmup_fraction or 0.0) * length)
+    warmup = _samples(s, warmup_name) or int(Fraction(s.lr_warmup_fraction or 0) * length)  # lengths may exceed floats
     if warmup >= length > 0:
         most = (length - 1) // (batch if warmup_name.endswith("iters") else 1)
         fix = nearest_values(**{warmup_name: [most], length_name: _fitting(length_name, warmup + 1, batch)})
