@@ -91,6 +91,8 @@ class ParallelConfig:
         "of the layers, that --pipeline-schedule auto may choose to hold (default: no limit)", type=float)  # fmt: skip
     pipeline_split: str = flag("even", "layers per stage: even, or auto: as many as make all ranks take equally long, embedding "
         "and output layer counted (--pipeline-schedule auto tries both)", choices=("even", "auto"))  # fmt: skip
+    pipeline_schedule_file: str | None = flag(None, "text file with a list of actions for each pipeline rank, instead of a "
+        "schedule by name (see docs/parallelism.md)", type=str)  # fmt: skip
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "chunks per pipeline rank; with 1f1b 2 or more interleave "
         "them (default: as many as the schedule needs, 1 or 2)", type=int)  # fmt: skip
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "the same, given as layers per chunk", type=int)

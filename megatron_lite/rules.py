@@ -49,6 +49,7 @@ CONFLICTS = (
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "both set the length of the final decay"),
     ("mock_data", "data_path", "the tokens are made up or read, not both"),
     ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "both stretch the positions"),
+    ("pipeline_schedule", "pipeline_schedule_file", "both say what each pipeline rank runs"),
     ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "both set the chunks of a pipeline rank"),
     ("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", UNEVEN),
     ("num_layers_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers", UNEVEN),
@@ -65,7 +66,7 @@ Values = (
 # Flags that do nothing: (flags, when, why and what would give them an effect).
 INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("sequence_parallel", lambda s: s.tensor_model_parallel_size == 1, "needs --tensor-model-parallel-size above 1"),
-    ("pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
+    ("pipeline_schedule pipeline_schedule_file num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
      "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
      "pipeline_split pipeline_memory_limit",
      lambda s: s.pipeline_model_parallel_size == 1, "needs --pipeline-model-parallel-size above 1"),
@@ -73,6 +74,8 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      "needs --pipeline-schedule auto, which chooses by it"),
     ("pipeline_split", lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule == "auto",
      "--pipeline-schedule auto tries both splits and takes the shorter step"),
+    ("pipeline_split", lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule_file is not None,
+     "needs a schedule by name; the layers of --pipeline-schedule-file are split evenly"),
     ("microbatch_group_size_per_virtual_pipeline_stage",
      lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule == "auto",
      "--pipeline-schedule auto takes the smallest groups that waste nothing"),

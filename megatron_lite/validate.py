@@ -1,4 +1,5 @@
-"""Can a run be what its flags say? `validate` answers with every problem at once; it starts nothing and reads no file.
+"""Can a run be what its flags say? `validate` answers with every problem at once; it starts nothing and reads no file but
+a schedule.
 
     --num-attention-heads 6 --tensor-model-parallel-size 4: 6 heads cannot be cut into 4 equal parts; nearest values
     that work: --num-attention-heads 4 or 8, --tensor-model-parallel-size 3 or 6
@@ -10,6 +11,7 @@ A value out of range is taken as absent by the rules after it, so that one mista
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from fractions import Fraction
 from functools import partial
 
 from megatron_lite.config import GROUPS, Config, ParallelConfig
@@ -31,9 +33,11 @@ from megatron_lite.rules import (
     nearest_values,
     ranges,
 )
+from megatron_lite.schedules.actions import ScheduleError
 from megatron_lite.schedules.auto import least_held
 
-PP, SCHEDULE, GROUP = "pipeline_model_parallel_size", "pipeline_schedule", "microbatch_group_size_per_virtual_pipeline_stage"
+PP, GROUP = "pipeline_model_parallel_size", "microbatch_group_size_per_virtual_pipeline_stage"
+SCHEDULE, FILE = "pipeline_schedule", "pipeline_schedule_file"
 CHUNKS, PER_CHUNK = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
 ENDS = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
@@ -155,26 +159,25 @@ def _pipeline(s: Values) -> Iterator[Problem]:
         return
     if min(s.num_layers, s.pipeline_model_parallel_size) > FARTHEST:
         return  # more stages than can be listed; no world is that large
-    if s.pipeline_schedule == "dualpipe":
-        text = "each stage lies on two ranks, and nothing sums their gradients yet"
-        yield about(s, SCHEDULE, text, "dualpipev, its V, runs; so does zbv")
-        return
     try:
         pipeline = _plan(s)
+    except ScheduleError as error:
+        yield about(s, f"{FILE} {PP}", str(error))
+        return
     except ValueError as error:
         yield _no_plan(s, str(error))
         return
     if s.pipeline_schedule == AUTO:
         yield from _automatic(s)
         return
-    if have(s.microbatch_group_size_per_virtual_pipeline_stage) and pipeline.schedule != "interleaved":
+    if have(s.microbatch_group_size_per_virtual_pipeline_stage) and not pipeline.has_groups:
         text = f"has no effect: {pipeline.schedule} runs no groups, the interleaved schedule does"
-        yield about(s, GROUP, text, f"drop it, or give --{CHUNKS.replace('_', '-')}")
+        yield about(s, GROUP, text, "drop it" if pipeline.file else f"drop it, or give --{CHUNKS.replace('_', '-')}")
     batch, each = s.global_batch_size, (s.micro_batch_size or 0) * (s.dp or 0)
     if batch and each and batch % each == 0:
-        named = [SCHEDULE, *(name for name in (CHUNKS, PER_CHUNK) if getattr(s, name))]
+        named = [FILE] if pipeline.file else [SCHEDULE, *(name for name in (CHUNKS, PER_CHUNK) if getattr(s, name))]
         for text in pipeline.problems(batch // each):
-            yield about(s, " ".join(named), text.split(": ", 1)[-1])
+            yield about(s, " ".join(named), text if pipeline.file else text.split(": ", 1)[-1])
 
 
 def _automatic(s: Values) -> Iterator[Problem]:
@@ -199,7 +202,7 @@ def _no_plan(s: Values, why: str) -> Problem:
     names = [name for name in ("num_layers", PP, CHUNKS, PER_CHUNK, *ENDS) if getattr(s, name)]
     lowest = {PP: 1 if names == ["num_layers", PP] else 2}  # without a pipeline the other flags would have no effect
     choices = {name: nearest(getattr(s, name), partial(_plans, s, name), lowest.get(name, 1)) for name in names}
-    named = [SCHEDULE] if s.pipeline_schedule != "1f1b" else []
+    named = [FILE] if s.pipeline_schedule_file else [SCHEDULE] if s.pipeline_schedule != "1f1b" else []
     named += [name for name in names if choices[name]] or names
     return about(s, " ".join(named), why, nearest_values(**choices))
 
@@ -239,7 +242,7 @@ def _warmup(s: Values) -> Iterator[Problem]:
         return
     length = _samples(s, length_name)
     warmup_name = "lr_warmup_iters" if s.lr_warmup_iters else "lr_warmup_samples"
-    warmup = _samples(s, warmup_name) or int((s.lr_warmup_fraction or 0.0) * length)
+    warmup = _samples(s, warmup_name) or int(Fraction(s.lr_warmup_fraction or 0) * length)  # lengths may exceed floats
     if warmup >= length > 0:
         most = (length - 1) // (batch if warmup_name.endswith("iters") else 1)
         fix = nearest_values(**{warmup_name: [most], length_name: _fitting(length_name, warmup + 1, batch)})

@@ -3,7 +3,8 @@
     python tools/draw_schedule.py --schedule zbv --pp 4 --microbatches 8
     python tools/draw_schedule.py --schedule zb-h1 --costs 1,1.2,0.8 --latency 0.05 --out zb.html
     python tools/draw_schedule.py --schedule auto --memory-limit 4 --costs 1,1.2,0.8
-    python tools/draw_schedule.py --schedule-file mine.txt --placement v
+    python tools/draw_schedule.py --schedule zbv --out mine.txt
+    python tools/draw_schedule.py --schedule-file mine.txt
 
 Colors and folding to the window's width only on a terminal; what a file or a pipe gets is plain text.
 """
@@ -18,11 +19,12 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from any folder
 from megatron_lite.schedules import SCHEDULES, build_schedule, schedule_placement, schedule_problems
-from megatron_lite.schedules.actions import PLACEMENTS, Action, Placement, ScheduleError, parse_schedule
+from megatron_lite.schedules.actions import Action, Placement, ScheduleError
 from megatron_lite.schedules.advice import schedule_warnings
 from megatron_lite.schedules.auto import choose
 from megatron_lite.schedules.check import check
 from megatron_lite.schedules.draw import draw
+from megatron_lite.schedules.file import format_file, read_schedule
 from megatron_lite.schedules.html import draw_html
 from megatron_lite.schedules.simulate import Timeline, chunk_costs, simulate
 from megatron_lite.schedules.svg import draw_svg
@@ -32,6 +34,9 @@ PICTURES = {
     ".svg": lambda timeline, title: draw_svg(timeline, title),
     ".html": lambda timeline, title: draw_html({title: timeline}, title),
     ".json": lambda timeline, title: json.dumps(chrome_trace(timeline, title)),
+    ".txt": lambda timeline, title: format_file(
+        [[span.action for span in spans] for spans in timeline.spans], timeline.placement
+    ),
 }
 
 
@@ -69,8 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     which.add_argument(
         "--schedule", choices=(*SCHEDULES, "auto"), default="1f1b", help="which order (default 1f1b); auto: the shortest"
     )
-    which.add_argument("--schedule-file", type=Path, metavar="FILE", help="one line per rank: F0 F1 B0.1 W0.1 BW1 ...")
-    add("--placement", choices=PLACEMENTS, default="loop", help="where the file's chunks lie (default loop)")
+    which.add_argument("--schedule-file", metavar="FILE", help="a file such as --out x.txt writes; sizes are the file's")
     add("--pp", type=int, default=4, help="pipeline ranks (default 4)")
     add("--microbatches", type=int, default=8, help="microbatches per step (default 8)")
     add("--chunks", type=int, help="chunks (virtual stages) per rank (default: as many as the schedule needs, 1 or 2)")
@@ -85,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--latency", type=float, default=0, metavar="C", help="time a message takes, in the same unit (default 0)")
     add("--overlap", type=float, metavar="O", help="run F next to BW of another chunk at once; hidden part, 0 to 1")
     add("--memory-limit", type=float, metavar="N", help="for auto: most microbatches a rank may hold")
-    add("--out", type=parse_out, metavar="FILE", help="write a picture (.svg, .html) or a Chrome trace (.json)")
+    add("--out", type=parse_out, metavar="FILE", help="a picture (.svg, .html), a Chrome trace (.json), the lists (.txt)")
     return parser
 
 
@@ -111,14 +115,10 @@ def chosen(args: argparse.Namespace) -> Drawn:
 
 def from_file(args: argparse.Namespace) -> Drawn:
     """Sizes follow from the file; the checker says what is wrong with it."""
-    schedule = parse_schedule(args.schedule_file.read_text())
-    actions = [action for actions in schedule for action in actions]
-    if not actions:
-        raise ScheduleError(f"{args.schedule_file} holds no actions")
-    chunks, total = (1 + max(getattr(action, what) for action in actions) for what in ("chunk", "microbatch"))
-    placement = Placement(args.placement, len(schedule), chunks)
-    check(schedule, placement, total)
-    return Drawn(args.schedule_file.name, schedule, placement, total, [])
+    file = read_schedule(args.schedule_file)
+    if problems := file.problems(len(file.schedule), file.num_microbatches):
+        raise ScheduleError(problems[0])
+    return Drawn(Path(file.path).name, file.schedule, file.placement(), file.num_microbatches, [])
 
 
 def summary(timeline: Timeline) -> str:

@@ -12,7 +12,7 @@ ROW = 64  # so few squares lose nothing in fp32
 
 
 def owned_spans(bucket: FlatBucket) -> list[tuple[int, int]]:
-    """What this rank counts: not the copies that another tp rank owns, not the tied copy that another stage owns."""
+    """What this rank counts: not the copies that another tp rank owns, not a second copy that another place owns."""
     return bucket.spans(lambda param, box: box.owned and not param.shard.tied)
 
 

@@ -53,14 +53,16 @@ def _span(start: int, param: nn.Parameter, box: Box) -> tuple[int, int]:
 
 
 class GradientEngine:
-    """Owns the memory of a rank's chunks. `reduce_axis` is dp x cp."""
+    """Owns the memory of a rank's chunks. `reduce_axis` is dp x cp; `mirror_axis` the two ranks that hold the same stages."""
 
     def __init__(self, chunks: list[TransformerStage], reduce_axis: Axis, tp_axis: Axis, embedding_axis: Axis,
-                 overlap: bool = True, bucket_size: int | None = None):  # fmt: skip
+                 overlap: bool = True, bucket_size: int | None = None, mirror_axis: Axis | None = None):  # fmt: skip
         self.axis, self.tp_axis, self.embedding_axis, self.overlap = reduce_axis, tp_axis, embedding_axis, overlap
         self.buckets: list[FlatBucket] = []
         self._owner: dict[nn.Parameter, FlatBucket] = {}
-        for chunk in chunks:
+        self.mirror_axis = mirror_axis or Axis("mirror")
+        # A mirror rank holds the same stages with its chunks swapped: from the first stage on, buckets meet their copies.
+        for chunk in chunks if self.mirror_axis.rank == 0 else chunks[::-1]:
             self._adopt(chunk, bucket_size)
         self._uses = {p: chunk.uses(p) for chunk in chunks for p in chunk.parameters()}
         copies = [p for p in self._uses if p.shard.name == "embed_tokens.weight"]
@@ -89,7 +91,7 @@ class GradientEngine:
             self.buckets.append(flat)
 
     def begin_step(self, microbatches: int) -> None:
-        """Forget the last step's gradients; every parameter now expects `microbatches` x uses contributions."""
+        """Forget the last step's gradients; every parameter now expects `microbatches` (of a chunk) x uses contributions."""
         for bucket in self.buckets:
             bucket.grad.zero_()
             bucket.arrived, bucket.reduction = 0, None
@@ -102,15 +104,18 @@ class GradientEngine:
             bucket.reduction = comm.start_all_reduce(bucket.grad, self.axis)
 
     def finish(self) -> None:
-        """After the last backward: gradients are complete sums over dp x cp, tp copies and tied copies."""
+        """After the last backward: gradients are complete sums over dp x cp, mirror ranks, tp copies and tied copies."""
         for bucket in self.buckets:
             if bucket.reduction is None:
                 bucket.reduction = comm.start_all_reduce(bucket.grad, self.axis)
         for bucket in self.buckets:
             bucket.reduction.wait()
+            bucket.reduction = comm.start_all_reduce(bucket.grad, self.mirror_axis)
+        for bucket in self.buckets:
+            bucket.reduction.wait()
             bucket.reduction = None
         self._sum_partial_copies()
-        if len(self.tied) == 2:  # both copies on this rank: a pipeline folded into a V
+        if len(self.tied) == 2:  # both copies on this rank: a pipeline folded into a V, or run both ways
             first, last = (param.main_grad for param in self.tied)
             last.copy_(first.add_(last))
         elif self.tied:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megatron_lite.comm.mesh import Mesh
@@ -21,4 +23,8 @@ def build_chunk(config: Config, mesh: Mesh, chunk: Chunk) -> TransformerStage:
     dtype = getattr(torch, config.precision.dtype_name)
     tp = TensorParallel(mesh.tp, parallel.sequence_parallel and mesh.tp.size > 1, dtype, mesh.device)
     vocab = config.data.vocab_size, config.padded_vocab_size
-    return TransformerStage(config.model, *vocab, chunk.layers, chunk.first, chunk.last, tp)
+    stage = TransformerStage(config.model, *vocab, chunk.layers, chunk.first, chunk.last, tp)
+    if chunk.copy:
+        for param in stage.parameters():
+            param.shard = replace(param.shard, tied=True)
+    return stage

@@ -10,7 +10,6 @@ from megatron_lite.planner.flops import flops_per_iteration, flops_per_token, to
 from megatron_lite.planner.memory import StageMemory, attention_core, stage_memory, state_bytes
 from megatron_lite.planner.params import count_parameters
 from megatron_lite.planner.pipeline import Pipeline, is_automatic, pipeline_of, pipeline_warnings
-from megatron_lite.schedules import SCHEDULES
 from megatron_lite.schedules.draw import draw
 from megatron_lite.schedules.simulate import Costs, Timeline, chunk_costs, simulate
 
@@ -89,9 +88,9 @@ def timed(pipeline: Pipeline, num_microbatches: int, costs: Costs | None = None)
 def few_microbatches(pipeline: Pipeline, total: int) -> int:
     """As many of `total` microbatches as a picture needs: enough to fill the pipeline, in whole groups."""
     pp = pipeline.placement.pp_size
-    if pipeline.lists is not None:
+    if not pipeline.named:
         return total  # lists are for so many and no other number
-    group = (pipeline.group_size or pp) if SCHEDULES[pipeline.schedule].has_groups else 1
+    group = (pipeline.group_size or pp) if pipeline.has_groups else 1
     first = -(-max(DRAWN_MICROBATCHES, pp) // group) * group
     return next((shown for shown in range(first, total, group) if not pipeline.problems(shown)), total)
 

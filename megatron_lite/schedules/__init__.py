@@ -4,6 +4,7 @@
     check.py      is a list of actions right?          simulate.py   when would each run?
     advice.py     what runs but wastes time            sizes.py      the words in which sizes are refused
     greedy.py     a list for any costs                 auto.py       which schedule is shortest and fits?
+    file.py       a list from a text file
     draw.py       the picture as text                  svg.py, html.py, trace.py   for people and for Perfetto
 
 `build_schedule` gives the lists of all ranks, `schedule_placement` says which stage each of their chunks is.

@@ -17,7 +17,7 @@ from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.ddp import GradientEngine
 from megatron_lite.pipeline.executor import Executor
 from megatron_lite.pipeline.stage import build_chunks
-from megatron_lite.planner.automatic import PartCosts
+from megatron_lite.planner.automatic import PartCosts, plainest_pipeline
 from megatron_lite.schedules.actions import Action
 from megatron_lite.training.measure import measure_costs
 from megatron_lite.training.settle import Settled, settle_pipeline
@@ -40,7 +40,8 @@ class Trainer:
 def grid_of(config: Config, world_size: int) -> Grid:
     """The grid that the configuration makes of `world_size` ranks; what tp and pp leave is dp."""
     parallel = config.parallel
-    return Grid(tp=parallel.tp, pp=parallel.pp, dp=world_size // (parallel.tp * parallel.pp))
+    mirrored = plainest_pipeline(config.model.num_layers, parallel).placement.mirror(0, 0) is not None
+    return Grid(tp=parallel.tp, pp=parallel.pp, dp=world_size // (parallel.tp * parallel.pp), mirrored=mirrored)
 
 
 def num_microbatches(config: Config, dp: int) -> int:
@@ -64,7 +65,7 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
         for chunk in chunks:
             compile_elementwise(chunk)
     engine = GradientEngine(chunks, mesh.dp_cp, mesh.tp, mesh.embedding, not config.parallel.no_overlap_grad_reduce,
-                            config.parallel.ddp_bucket_size)  # fmt: skip
+                            config.parallel.ddp_bucket_size, mesh.mirror)  # fmt: skip
     optimizer = Optimizer(engine.buckets, config.optimizer)
     executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device)
     return Trainer(config, mesh, chunks, engine, optimizer, executor, pipeline.actions(m)[mesh.pp.rank], settled)

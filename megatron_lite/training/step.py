@@ -35,9 +35,9 @@ def train_step(trainer: Trainer, batches: Sequence[Batch], iteration: int, consu
     config, mesh, engine = trainer.config, trainer.mesh, trainer.engine
     lr = learning_rate(consumed_samples, config.optimizer, config.train)
 
-    engine.begin_step(len(batches))
+    engine.begin_step(len(trainer.executor.placement.microbatches(0, len(batches))))  # as many on every other chunk
     result = trainer.executor.run(trainer.actions, with_keys(batches, mesh, config.train.seed, iteration))
-    engine.finish()  # sums over dp x cp, over tp where partial, over the two copies of a tied embedding
+    engine.finish()  # sums over dp x cp, mirror ranks, over tp where partial, over the two copies of a tied embedding
     loss, tokens = total(result, mesh)
 
     norm = square_sum(engine.buckets, "grad", mesh.tp_pp).sqrt() / tokens
@@ -50,7 +50,7 @@ def train_step(trainer: Trainer, batches: Sequence[Batch], iteration: int, consu
 def total(result: Result, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum of token losses, number of unmasked tokens, at least 1) over the global batch, on every rank."""
     sums = comm.all_reduce(torch.stack([result.loss, result.tokens]), mesh.dp_cp)
-    sums = comm.all_reduce(sums, mesh.pp)  # only the last stage has something to add
+    sums = comm.all_reduce(sums, mesh.pp)  # only last stages have something to add
     return sums[0], sums[1].clamp(min=1.0)
 
 

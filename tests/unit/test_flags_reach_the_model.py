@@ -83,6 +83,7 @@ ROWS = {
     "pipeline_schedule": ("ranks 2 --pipeline-model-parallel-size 2", "--pipeline-schedule gpipe", "built"),
     "pipeline_memory_limit": (f"{CHUNKED} --pipeline-schedule auto", "--pipeline-memory-limit 1", "built"),
     "pipeline_split": (f"{CHUNKED} --vocab-size 9000", "--pipeline-split auto", "built"),  # a slow output layer
+    "pipeline_schedule_file": ("ranks 2 --pipeline-model-parallel-size 2", "--pipeline-schedule-file {tmp}/mine.txt", "built"),
     "num_virtual_stages_per_pipeline_rank": (CHUNKED, "--num-virtual-stages-per-pipeline-rank 2", "built"),
     "num_layers_per_virtual_pipeline_stage": (CHUNKED, "--num-layers-per-virtual-pipeline-stage 1", "built"),
     "microbatch_group_size_per_virtual_pipeline_stage": (
@@ -198,8 +199,9 @@ def recorder(made, name):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Two corpora, and a checkpoint of four iterations."""
+    """Two corpora, a schedule, and a checkpoint of four iterations."""
     folder = tmp_path_factory.mktemp("flags")
+    (folder / "mine.txt").write_text("F0 F1 BW1 BW0\nF0 F1 BW1 BW0\n")
     for seed, name in enumerate(("corpus", "other")):
         generator = np.random.default_rng(seed)
         with IndexedWriter(folder / name, np.uint16) as writer:
