@@ -128,7 +128,8 @@ def live_microbatches(config: Config) -> list[float]:
     """Per pipeline rank, the most microbatches whose activations are alive at once: counted in the schedule itself."""
     pipeline = pipeline_of(config)
     per_share = pipeline.placement.chunks_per_share
-    return [peak_live(actions, per_share) for actions in pipeline.actions(config.num_microbatches)]
+    actions = pipeline.actions(pipeline.planned(config.num_microbatches))
+    return [peak_live(mine, per_share) for mine in actions]
 
 
 def peak_bytes(actions: Sequence[Action], kept: Sequence[int]) -> int:
@@ -145,7 +146,7 @@ def stage_memory(config: Config, core: str | None = None) -> list[StageMemory]:
     """The memory of every pipeline rank, first to last."""
     weight, gradient, optimizer = state_bytes(config)
     pipeline, layer, plan = pipeline_of(config), layer_activation_bytes(config, core), []
-    for rank, actions in enumerate(pipeline.actions(config.num_microbatches)):
+    for rank, actions in enumerate(pipeline.actions(pipeline.planned(config.num_microbatches))):
         count, chunks = rank_parameters(config, rank), pipeline.chunks(rank)
         kept = [len(chunk.layers) * layer + end_activation_bytes(config, chunk) for chunk in chunks]
         live = peak_live(actions, pipeline.placement.chunks_per_share)
