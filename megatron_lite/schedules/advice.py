@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from megatron_lite.schedules import build_schedule, schedule_placement, schedule_problems
+from megatron_lite.schedules import ASYNCHRONOUS, build_schedule, schedule_placement, schedule_problems
 from megatron_lite.schedules.interleaved import other_sizes, whole_groups
 from megatron_lite.schedules.simulate import Number, Timeline, chunk_costs, simulate
 from megatron_lite.schedules.sizes import GROUP, Sizes
@@ -22,7 +22,7 @@ def schedule_warnings(
     latency: Number = 0,
 ) -> list[str]:
     """Warnings about a schedule that runs at these sizes; `costs` are F, B and W of a rank's share of the model."""
-    if pp_size < 2 or schedule_problems(name, pp_size, num_chunks, num_microbatches, group_size):
+    if name in ASYNCHRONOUS or pp_size < 2 or schedule_problems(name, pp_size, num_chunks, num_microbatches, group_size):
         return []
     if num_microbatches >= _enough(name, pp_size) and name != "interleaved" and name not in LEANER:
         return []  # nothing to say, so nothing to simulate

@@ -24,6 +24,15 @@ pipemare (Yang et al., 2021): nothing is stashed; the backward uses other weight
 The paper's pipeline runs a forward and a backward of different microbatches per slot, hence its tau = (2(p-r)-1)/m; 1F1B runs
 them in turn, and in it the delay is (p-1-r)/m. It is this pipeline's own delay that T1 and T2 use.
 
+Versions on 3 ranks, one microbatch per update (F4@1: microbatch 4 at the weights of one update; | an update):
+
+    pipedream   F0@0 F1@0 F2@0 BW0@0 | F3@1 BW1@0 | F4@2 BW2@0 | BW3@1 | BW4@2 |
+                F0@0 F1@0 BW0@0 | F2@1 BW1@0 | F3@2 BW2@1 | F4@3 BW3@2 | BW4@3 |
+                F0@0 BW0@0 | F1@1 BW1@1 | F2@2 BW2@2 | F3@3 BW3@3 | F4@4 BW4@4 |
+    pipemare    F0@0 F1@0 F2@0 BW0@0 | F3@1 BW1@1 | F4@2 BW2@2 | BW3@3 | BW4@4 |
+                F0@0 F1@0 BW0@0 | F2@1 BW1@1 | F3@2 BW2@2 | F4@3 BW3@3 | BW4@4 |
+                F0@0 BW0@0 | F1@1 BW1@1 | F2@2 BW2@2 | F3@3 BW3@3 | F4@4 BW4@4 |
+
 After a drain all versions are equal and the pipeline fills again, so the first delays of a window are shorter.
 """
 
@@ -92,6 +101,15 @@ def most_versions(rule: str, pp_size: int, pp_rank: int, microbatches: int) -> i
     if rule == "pipedream-2bw":
         return 2
     return -(-(pp_size - 1 - pp_rank) // microbatches) + 1
+
+
+def weights_text(rule: str, actions: Sequence[Action], microbatches: int) -> str:
+    """A rank's actions with the version of the weights of each: `F4@1` is the forward of microbatch 4 at the weights made
+    by one update; `|` is an update."""
+    words = []
+    for use in weight_uses(rule, actions, microbatches):
+        words += [f"{use.action}@{use.version}", *(["|"] if use.update else [])]
+    return " ".join(words)
 
 
 def annealed(lr: float, tau: float, update: int, length: int) -> float:
