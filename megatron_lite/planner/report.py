@@ -75,7 +75,7 @@ def asynchronous_picture(pipeline: Pipeline, per_step: int, title: str) -> str:
             f"steps: bubble {bubble:.2g}%\n  versions of the weights kept: {versions}")  # fmt: skip
     if pp > DRAWN_RANKS:
         return f"{title}: {pp} ranks\n  {note}"
-    return draw(timed(pipeline, shown), f"{title}, the first {shown} microbatches", width=WIDTH) + f"\n  {note}"
+    return draw(timed(pipeline, shown), f"{title} after a drain", width=WIDTH) + f"\n  {note}"
 
 
 def warnings(config: Config) -> list[str]:

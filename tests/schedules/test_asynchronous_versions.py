@@ -4,6 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lite.arguments import parse
+from megatron_lite.planner.memory import stage_memory
+from megatron_lite.planner.report import dry_run_report
 from megatron_lite.schedules import ASYNCHRONOUS, build_schedule, schedule_placement, schedule_problems
 from megatron_lite.schedules import asynchronous as definitions
 from megatron_lite.schedules.asynchronous import annealed, delay, last_uses, most_versions, weight_uses, weights_text
@@ -84,3 +87,26 @@ def test_refusals():
     assert schedule_problems("pipedream", 4, 1, 1) == [] and schedule_problems("pipemare", 4, 1, 1) == []
     assert "3 microbatches" in schedule_problems("pipedream-2bw", 4, 1, 3)[0]
     assert "runs 1 chunk per rank" in schedule_problems("pipedream", 4, 2, 8)[0]
+
+
+PLANNED = ("--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100 --mock-data "
+           "--micro-batch-size 1 --pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights --bf16 --dry-run --world-size 4")  # fmt: skip
+
+
+def planned(rule, batch):
+    config, problems = parse(f"{PLANNED} --global-batch-size {batch} --pipeline-schedule {rule}".split(), 4)
+    assert not problems, problems
+    return config, stage_memory(config)
+
+
+def test_the_plan_counts_versions_and_what_is_alive():
+    config, plan = planned("pipedream", 1)
+    assert [stage.weights // (2 * stage.parameters) for stage in plan] == [4, 3, 2, 1]
+    assert [stage.live_microbatches for stage in plan] == [4, 3, 2, 1]  # though a step has one microbatch
+    report = dry_run_report(config, config.grid)
+    assert "versions of the weights kept: 4, 3, 2, 1" in report and "up to 3 updates old" in report.replace("\n ", "")
+    assert max(len(line) for line in report[report.index("schedule pipedream") :].splitlines()) <= 100
+    assert [stage.weights // (2 * stage.parameters) for stage in planned("pipedream-2bw", 8)[1]] == [2] * 4
+    estimate = planned("pipemare", 4)[1]
+    assert [stage.weights // (2 * stage.parameters) for stage in estimate] == [2, 2, 2, 1]
+    assert [stage.optimizer // (4 * stage.parameters) for stage in estimate] == [4, 4, 4, 3]  # with the mean change
