@@ -90,7 +90,8 @@ def test_refusals():
 
 
 PLANNED = ("--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100 --mock-data "
-           "--micro-batch-size 1 --pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights --bf16 --dry-run --world-size 4")  # fmt: skip
+           "--micro-batch-size 1 --pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights --bf16 --dry-run "
+           "--world-size 4")  # fmt: skip
 
 
 def planned(rule, batch):
