@@ -13,7 +13,7 @@ from megatron_lite.config import Config
 from megatron_lite.data.loader import BatchLoader
 from megatron_lite.errors import ReportedError, peer_gone
 from megatron_lite.optim.clip import square_sum
-from megatron_lite.planner.pipeline import pipeline_of
+from megatron_lite.schedules import ASYNCHRONOUS
 from megatron_lite.training.asynchronous import steps_to_drain, train_window
 from megatron_lite.training.data import Splits, build_loader
 from megatron_lite.training.evaluate import evaluate
@@ -79,7 +79,7 @@ class Run:
         """One step; of an asynchronous pipeline all steps to its next drain, which are logged one by one when it is there."""
         started = time.perf_counter()
         iteration, consumed = self.progress.iteration, self.progress.consumed_samples
-        if pipeline_of(self.config).asynchronous:
+        if self.config.parallel.pipeline_schedule in ASYNCHRONOUS:
             steps = steps_to_drain(self.config, iteration)
             reports = train_window(self.trainer, loader.next_step, iteration, consumed, steps)
         else:
