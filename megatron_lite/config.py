@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_lite.grid import Grid
-from megatron_lite.schedules import SCHEDULES
+from megatron_lite.schedules import EVERY
 
 
 def flag(default: Any, legend: str, **options: Any) -> Any:
@@ -86,7 +86,7 @@ class ParallelConfig:
     sequence_parallel: bool = flag(False, "cut the activations between tensor-parallel regions over tp along the sequence")
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers (pp)")
     pipeline_schedule: str = flag("1f1b", "order of forwards and backwards on each pipeline rank (see docs/parallelism.md)",
-        choices=(*SCHEDULES, "auto"))  # fmt: skip
+        choices=(*EVERY, "auto"))  # fmt: skip
     pipeline_memory_limit: float | None = flag(None, "most microbatches of activations per pipeline rank, in units of its share "
         "of the layers, that --pipeline-schedule auto may choose to hold (default: no limit)", type=float)  # fmt: skip
     pipeline_split: str = flag("even", "layers per stage: even, or auto: as many as make all ranks take equally long, embedding "
@@ -98,6 +98,11 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "the same, given as layers per chunk", type=int)
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, "microbatches that go through one chunk before "
         "the next chunk's turn (interleaved; default: as many as pipeline ranks)", type=int)  # fmt: skip
+    pipeline_drain_interval: int = flag(100, "steps after which an asynchronous pipeline runs empty; it does too before it "
+        "evaluates, saves, or ends")  # fmt: skip
+    pipemare_annealing_iters: int | None = flag(None, "steps in which pipemare's rates rise from lr / delay to lr; 0: at once "
+        "(default: 5 x the warm-up, without one a quarter of the run)", type=int)  # fmt: skip
+    pipemare_correction_decay: float = flag(0.135, "D of pipemare's estimate of the forward's weights for the backward; 0: none")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first stage (default: an even split)", type=int)
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last stage (default: an even split)", type=int)
     no_overlap_grad_reduce: bool = flag(False, "reduce gradients after the last backward instead of inside it")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_lite.schedules import ASYNCHRONOUS
+
 BYTE_VOCABULARY = 257  # ByteTokenizer: 256 bytes and the end of document
 FARTHEST = 100_000  # how far a suggestion is looked for
 FROM_FILES = ("HuggingFaceTokenizer", "SentencePieceTokenizer")
@@ -21,18 +23,20 @@ AT_LEAST_ONE = (
     "ddp_bucket_size "
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
-    "log_interval"
+    "log_interval pipeline_drain_interval"
 ).split()
 AT_LEAST_ZERO = (
-    "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed".split()
-)
+    "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed "
+    "pipemare_annealing_iters"
+).split()
 ABOVE_ZERO = (
     "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
     "norm_epsilon init_method_std adam_eps pipeline_memory_limit distributed_timeout_minutes exit_duration_in_mins peak_tflops"
 ).split()
 SHARES = (
-    "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
-)
+    "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction "
+    "pipemare_correction_decay"
+).split()
 
 UNEVEN = "one makes all stages equal, the other does not (--num-virtual-stages-per-pipeline-rank goes with it)"
 
@@ -76,9 +80,15 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      "--pipeline-schedule auto tries both splits and takes the shorter step"),
     ("pipeline_split", lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule_file is not None,
      "needs a schedule by name; the layers of --pipeline-schedule-file are split evenly"),
+    ("pipeline_split", lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule in ASYNCHRONOUS,
+     "the layers of an asynchronous pipeline are split evenly, or by --decoder-first/last-pipeline-num-layers"),
     ("microbatch_group_size_per_virtual_pipeline_stage",
      lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule == "auto",
      "--pipeline-schedule auto takes the smallest groups that waste nothing"),
+    ("pipeline_drain_interval", lambda s: s.pipeline_schedule not in ASYNCHRONOUS or s.pipeline_model_parallel_size == 1,
+     f"needs an asynchronous pipeline: --pipeline-schedule {', '.join(ASYNCHRONOUS)}"),
+    ("pipemare_annealing_iters pipemare_correction_decay",
+     lambda s: s.pipeline_schedule != "pipemare" or s.pipeline_model_parallel_size == 1, "needs --pipeline-schedule pipemare"),
     ("no_overlap_grad_reduce", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
      lambda s: s.position_embedding_type != "rope", "needs --position-embedding-type rope"),

@@ -33,12 +33,14 @@ from megatron_lite.rules import (
     nearest_values,
     ranges,
 )
+from megatron_lite.schedules import ASYNCHRONOUS
 from megatron_lite.schedules.actions import ScheduleError
 from megatron_lite.schedules.auto import least_held
 
 PP, GROUP = "pipeline_model_parallel_size", "microbatch_group_size_per_virtual_pipeline_stage"
 SCHEDULE, FILE = "pipeline_schedule", "pipeline_schedule_file"
 CHUNKS, PER_CHUNK = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
+MICROBATCHES = 1 << 21  # that a pipeline message can tell apart (comm/p2p.py)
 ENDS = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
 
@@ -47,7 +49,7 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
-    for rules in (_attention, _positions, _layout, _batch, _pipeline, _rate, _warmup, _data):
+    for rules in (_attention, _positions, _layout, _batch, _pipeline, _asynchronous, _rate, _warmup, _data):
         problems += rules(values)
     return problems
 
@@ -195,6 +197,32 @@ def _automatic(s: Values) -> Iterator[Problem]:
     elif s.pipeline_memory_limit is not None and s.pipeline_memory_limit < least:
         text = f"no schedule holds so little; the least that any does is {least:g} microbatch{'es' * (least != 1)} per rank"
         yield about(s, f"pipeline_memory_limit {named}", text, f"nearest value that works: --pipeline-memory-limit {least:g}")
+
+
+def _asynchronous(s: Values) -> Iterator[Problem]:
+    """What a pipeline that is not flushed between updates cannot do: stages update at different times."""
+    if s.pipeline_schedule not in ASYNCHRONOUS or not have(s.pipeline_model_parallel_size):
+        return
+    if s.pipeline_model_parallel_size == 1:
+        return
+    if not s.untie_embeddings_and_output_weights:
+        text = "first and last stage would update their copies of the tied embedding at different times and drift apart"
+        yield about(s, SCHEDULE, text, "add --untie-embeddings-and-output-weights, or take a schedule that flushes (1f1b)")
+    if s.log_params_norm:
+        text = "while one stage ends a step others are in the next, so the norm of all weights is unknown there"
+        yield about(s, f"log_params_norm {SCHEDULE}", text, "drop --log-params-norm")
+    if getattr(s, "zero_stage", 0):
+        text = "older versions of the weights are kept whole on every rank"
+        yield about(s, f"zero_stage {SCHEDULE}", text, nearest_values(zero_stage=[0]))
+    if getattr(s, "fp16", False):
+        text = "a loss scale must be the same on all stages, and no message about a step crosses them"
+        yield about(s, f"fp16 {SCHEDULE}", text, "--bf16 needs none")
+    each = (s.micro_batch_size or 0) * (s.dp or 0)
+    if each and have(s.global_batch_size, s.pipeline_drain_interval):
+        most = MICROBATCHES // max(1, s.global_batch_size // each)
+        if s.pipeline_drain_interval > most:
+            text = f"a pipeline message counts {MICROBATCHES} microbatches from one drain to the next"
+            yield about(s, "pipeline_drain_interval", text, nearest_values(pipeline_drain_interval=[most]))
 
 
 def _no_plan(s: Values, why: str) -> Problem:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from any folder
-from megatron_lite.schedules import SCHEDULES, build_schedule, schedule_placement, schedule_problems
+from megatron_lite.schedules import ASYNCHRONOUS, EVERY, build_schedule, schedule_placement, schedule_problems
 from megatron_lite.schedules.actions import Action, Placement, ScheduleError
 from megatron_lite.schedules.advice import schedule_warnings
+from megatron_lite.schedules.asynchronous import weights_text
 from megatron_lite.schedules.auto import choose
 from megatron_lite.schedules.check import check
 from megatron_lite.schedules.draw import draw
@@ -72,13 +73,14 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--schedule", choices=(*SCHEDULES, "auto"), default="1f1b", help="which order (default 1f1b); auto: the shortest"
+        "--schedule", choices=(*EVERY, "auto"), default="1f1b", help="which order (default 1f1b); auto: the shortest"
     )
     which.add_argument("--schedule-file", metavar="FILE", help="a file such as --out x.txt writes; sizes are the file's")
     add("--pp", type=int, default=4, help="pipeline ranks (default 4)")
     add("--microbatches", type=int, default=8, help="microbatches per step (default 8)")
     add("--chunks", type=int, help="chunks (virtual stages) per rank (default: as many as the schedule needs, 1 or 2)")
     add("--group-size", type=int, metavar="G", help="microbatches per group of interleaved (default: pipeline ranks)")
+    add("--per-update", type=int, metavar="M", help="microbatches per update of an asynchronous schedule (default 1; 2bw: pp)")
     add(
         "--costs",
         type=parse_costs,
@@ -94,12 +96,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def named(args: argparse.Namespace) -> Drawn:
-    chunks = SCHEDULES[args.schedule].default_chunks if args.chunks is None else args.chunks
+    chunks = EVERY[args.schedule].default_chunks if args.chunks is None else args.chunks
     if problems := schedule_problems(args.schedule, args.pp, chunks, args.microbatches, args.group_size):
         raise ScheduleError("\n".join(problems))
     schedule = build_schedule(args.schedule, args.pp, chunks, args.microbatches, args.group_size)
-    remarks = schedule_warnings(args.schedule, args.pp, chunks, args.microbatches, args.group_size, args.costs, args.latency)
+    if args.schedule in ASYNCHRONOUS:
+        remarks = versions_of(args, schedule)
+    else:
+        remarks = schedule_warnings(args.schedule, args.pp, chunks, args.microbatches, args.group_size, args.costs, args.latency)
     return Drawn(args.schedule, schedule, schedule_placement(args.schedule, args.pp, chunks), args.microbatches, remarks)
+
+
+def versions_of(args: argparse.Namespace, schedule: list[list[Action]]) -> list[str]:
+    """Which weights each action uses. The bubble is that of filling and draining once: in between there is none."""
+    each = args.per_update if args.per_update is not None else args.pp if args.schedule == "pipedream-2bw" else 1
+    if problems := schedule_problems(args.schedule, args.pp, 1, each):
+        raise ScheduleError("\n".join(problems))
+    lines = [f"rank {rank}  {weights_text(args.schedule, actions, each)}" for rank, actions in enumerate(schedule)]
+    return [f"weights, by updates made before them; | an update, after every {each} microbatch(es), without a flush:", *lines]
 
 
 def chosen(args: argparse.Namespace) -> Drawn:
@@ -138,6 +152,8 @@ def summary(timeline: Timeline) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse_args(argv)
+    if args.per_update is not None and (args.schedule_file or args.schedule not in ASYNCHRONOUS):
+        parser.error(f"--per-update: only {', '.join(ASYNCHRONOUS)} update within the picture")
     source = from_file if args.schedule_file else chosen if args.schedule == "auto" else named
     try:
         title, schedule, placement, num_microbatches, remarks = source(args)

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -53,6 +54,14 @@ class Result:
     total_seconds: float = 0.0
 
 
+class Watch(Protocol):
+    """Acts between the actions of a run: an asynchronous pipeline changes weights there."""
+
+    def before(self, action: Action) -> None: ...
+
+    def after(self, action: Action, result: Result) -> None: ...
+
+
 @dataclass
 class _Run:
     """State of one pass over the action list."""
@@ -74,20 +83,24 @@ class Executor:
         self.chunks, self.placement, self.rank, self.p2p = chunks, placement, rank, p2p
         self.shape, self.dtype, self.device = shape, dtype, device
 
-    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch]) -> Result:
-        """Forward and backward of a step; gradients land in the parameters' `main_grad`."""
+    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], watch: Watch | None = None) -> Result:
+        """Forward and backward of a step; gradients land in the parameters' `main_grad`. `watch` acts between actions."""
         started = time.perf_counter()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         messages = (received(action, self.rank, self.placement) for action in actions)
         run = _Run(microbatches, Result(zero, zero.clone()), deque(m for m in messages if m))
         for action in actions:
             self._post(run)
+            if watch is not None:
+                watch.before(action)
             if action.kind == "F":
                 self._forward(action, run)
             elif action.kind == "W":
                 self._weight_grads(action, run)
             else:
                 self._backward(action, run)
+            if watch is not None:
+                watch.after(action, run.result)
             if self.p2p is not None:
                 self.p2p.sweep()
         if self.p2p is not None:

@@ -23,7 +23,8 @@ one rank, s b h (10 + 24 / t) with tp, s b h 34 / t with sequence parallelism.
 First stage: the mask of the embedding's dropout. Last stage: inputs of the final norm and of the output layer, and the
 logits (their gradient takes their place). All of it as often as the schedule keeps microbatches alive: a rank's peak is
 counted along its list of actions, where every chunk's forward adds what that chunk keeps and its weight gradient frees it.
-Left out: work space within one operation.
+An asynchronous pipeline keeps several versions of the weights, or PipeMare's estimate of older ones and the fp32 mean of
+its updates (schedules/asynchronous.py). Left out: work space within one operation.
 """
 
 from collections.abc import Sequence
@@ -128,7 +129,8 @@ def live_microbatches(config: Config) -> list[float]:
     """Per pipeline rank, the most microbatches whose activations are alive at once: counted in the schedule itself."""
     pipeline = pipeline_of(config)
     per_share = pipeline.placement.chunks_per_share
-    return [peak_live(actions, per_share) for actions in pipeline.actions(config.num_microbatches)]
+    actions = pipeline.actions(pipeline.planned(config.num_microbatches))
+    return [peak_live(mine, per_share) for mine in actions]
 
 
 def peak_bytes(actions: Sequence[Action], kept: Sequence[int]) -> int:
@@ -141,15 +143,25 @@ def peak_bytes(actions: Sequence[Action], kept: Sequence[int]) -> int:
     return peak
 
 
+def _estimate_bytes(config: Config, rank: int) -> tuple[int, int]:
+    """(estimated weights, mean change of an update) in bytes per parameter that PipeMare's correction keeps."""
+    if not config.parallel.pipemare_correction_decay or rank == config.parallel.pp - 1:
+        return 0, 0
+    dtype = config.precision.dtype_name
+    return ELEMENT_BYTES[dtype], EXACT_BYTES[dtype]
+
+
 def stage_memory(config: Config, core: str | None = None, pipeline: Pipeline | None = None) -> list[StageMemory]:
     """The memory of every pipeline rank, first to last; of the flags' own pipeline unless one is given."""
     weight, gradient, optimizer = state_bytes(config)
     pipeline, layer, plan = pipeline or pipeline_of(config), layer_activation_bytes(config, core), []
-    for rank, actions in enumerate(pipeline.actions(config.num_microbatches)):
+    for rank, actions in enumerate(pipeline.actions(pipeline.planned(config.num_microbatches))):
         count, chunks = rank_parameters(config, rank, pipeline), pipeline.chunks(rank)
         kept = [len(chunk.layers) * layer + end_activation_bytes(config, chunk) for chunk in chunks]
         live = peak_live(actions, pipeline.placement.chunks_per_share)
         layers = tuple(chunk.layers for chunk in chunks)
-        state = weight * count, gradient * count, optimizer * count
+        versions = pipeline.weight_versions(rank, config.num_microbatches)
+        extra = _estimate_bytes(config, rank) if pipeline.schedule == "pipemare" else (0, 0)
+        state = (weight * versions + extra[0]) * count, gradient * count, (optimizer + extra[1]) * count
         plan.append(StageMemory(rank, layers, count, *state, peak_bytes(actions, kept), live))
     return plan

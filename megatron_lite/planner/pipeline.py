@@ -21,9 +21,10 @@ from typing import NamedTuple
 
 from megatron_lite.config import Config, ParallelConfig
 from megatron_lite.planner.split import layer_ranges
-from megatron_lite.schedules import SCHEDULES, build_schedule, schedule_placement, schedule_problems
+from megatron_lite.schedules import ASYNCHRONOUS, EVERY, build_schedule, schedule_placement, schedule_problems
 from megatron_lite.schedules.actions import Action, Placement, ScheduleError
 from megatron_lite.schedules.advice import schedule_warnings
+from megatron_lite.schedules.asynchronous import delay, most_versions
 from megatron_lite.schedules.file import ScheduleFile, read_schedule
 
 AUTO = "auto"
@@ -44,12 +45,13 @@ class Chunk(NamedTuple):
 class Pipeline(NamedTuple):
     """A pipeline without its number of microbatches, which the lists of actions need."""
 
-    schedule: str  # one of SCHEDULES, interleaved where the flags say 1f1b and several chunks; or the name of `lists` or `file`
+    schedule: str  # one of EVERY; interleaved where the flags say 1f1b and several chunks; or the name of `lists` or `file`
     placement: Placement
     group_size: int | None  # microbatches per group of an interleaved schedule, None: as many as ranks
     layers: tuple[range, ...]  # of every stage
     lists: tuple[tuple[Action, ...], ...] | None = None  # the actions of all ranks, where an automatic choice made them
     file: ScheduleFile | None = None  # where the user did
+    drain_interval: int = 1  # iterations from one empty pipeline to the next; above 1 where the schedule is asynchronous
 
     @property
     def named(self) -> bool:
@@ -57,8 +59,12 @@ class Pipeline(NamedTuple):
         return self.lists is None and self.file is None
 
     @property
+    def asynchronous(self) -> bool:
+        return self.named and self.schedule in ASYNCHRONOUS
+
+    @property
     def has_groups(self) -> bool:
-        return self.named and SCHEDULES[self.schedule].has_groups
+        return self.named and EVERY[self.schedule].has_groups
 
     @property
     def num_chunks(self) -> int:
@@ -81,6 +87,16 @@ class Pipeline(NamedTuple):
             raise ScheduleError("\n".join(problems))
         return self.file.schedule if self.lists is None else [list(actions) for actions in self.lists]
 
+    def planned(self, num_microbatches: int) -> int:
+        """As many microbatches as a plan has to look at: those of a step, or of enough steps to fill the pipeline."""
+        most = num_microbatches * self.drain_interval
+        return min(most, max(num_microbatches, 2 * self.placement.pp_size)) if self.asynchronous else num_microbatches
+
+    def weight_versions(self, rank: int, num_microbatches: int) -> int:
+        """Copies of its weights that a rank keeps, the newest included: 1, or more in an asynchronous pipeline."""
+        pp = self.placement.pp_size
+        return most_versions(self.schedule, pp, rank, num_microbatches) if self.asynchronous else 1
+
     def problems(self, num_microbatches: int) -> list[str]:
         """Why there are no lists for so many microbatches, in words with what would work; empty where there are."""
         if self.file is not None:
@@ -92,8 +108,16 @@ class Pipeline(NamedTuple):
         return schedule_problems(self.schedule, *self._sizes(num_microbatches))
 
     def warnings(self, num_microbatches: int) -> list[str]:
-        """What runs but wastes time or memory; of lists of one's own nothing is known but what their picture shows."""
+        """What runs but wastes time or memory, or takes gradients at old weights; of lists of one's own nothing is known but
+        what their picture shows."""
+        if self.asynchronous:
+            return [f"--pipeline-schedule {self.schedule}: {self._stale(num_microbatches)}"]
         return schedule_warnings(self.schedule, *self._sizes(num_microbatches)) if self.named else []
+
+    def _stale(self, num_microbatches: int) -> str:
+        most = 1 if self.schedule == "pipedream-2bw" else delay(self.placement.pp_size, 0, num_microbatches)
+        return (f"no flush between updates, so gradients are of weights up to {most:.3g} updates old: the result depends on "
+                "--pipeline-model-parallel-size; see docs/parallelism.md for when not to use it")  # fmt: skip
 
     def _sizes(self, num_microbatches: int) -> tuple[int, int, int, int | None]:
         return self.placement.pp_size, self.num_chunks, num_microbatches, self.group_size
@@ -108,8 +132,10 @@ def plan_pipeline(num_layers: int, parallel: ParallelConfig) -> Pipeline:
         return Pipeline(name, placement, group, tuple(layer_ranges(num_layers, placement.num_stages, *ends)), file=file)
     name, chunks = schedule_and_chunks(num_layers, parallel)
     placement = schedule_placement(name, parallel.pp, chunks)
-    group = parallel.microbatch_group_size_per_virtual_pipeline_stage if SCHEDULES[name].has_groups else None
-    return Pipeline(name, placement, group, tuple(layer_ranges(num_layers, placement.num_stages, *ends)))
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage if EVERY[name].has_groups else None
+    layers = tuple(layer_ranges(num_layers, placement.num_stages, *ends))
+    drain = parallel.pipeline_drain_interval if name in ASYNCHRONOUS else 1
+    return Pipeline(name, placement, group, layers, drain_interval=drain)
 
 
 def schedule_and_chunks(num_layers: int, parallel: ParallelConfig) -> tuple[str, int]:
@@ -117,17 +143,17 @@ def schedule_and_chunks(num_layers: int, parallel: ParallelConfig) -> tuple[str,
     name = parallel.pipeline_schedule
     if parallel.pp == 1:
         return "1f1b", 1
-    chunks = _given_chunks(num_layers, parallel, SCHEDULES[name].placement_kind)
+    chunks = _given_chunks(num_layers, parallel, EVERY[name].placement_kind)
     if chunks is None:
-        chunks = SCHEDULES[name].default_chunks
+        chunks = EVERY[name].default_chunks
     if chunks > MOST_CHUNKS:
         raise ValueError(f"{chunks} chunks per rank are more than {MOST_CHUNKS}")
     if name == "1f1b" and chunks > 1:
         name = "interleaved"
     if name == "interleaved" and chunks < 2:
         raise ValueError(f"interleaving needs 2 or more chunks per rank, not {chunks}")
-    if name != "interleaved" and chunks != SCHEDULES[name].default_chunks:
-        runs = SCHEDULES[name].default_chunks
+    if name != "interleaved" and chunks != EVERY[name].default_chunks:
+        runs = EVERY[name].default_chunks
         raise ValueError(f"{name} runs {runs} chunk{'s' if runs > 1 else ''} per rank, not {chunks}")
     return name, chunks
 

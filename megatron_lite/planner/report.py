@@ -56,7 +56,10 @@ def schedule_picture(pipeline: Pipeline, total: int, costs: Costs | None = None)
     pp = pipeline.placement.pp_size
     if pp == 1:
         return ""
-    title, timeline = f"schedule {pipeline.schedule}", timed(pipeline, total, costs)
+    title = f"schedule {pipeline.schedule}"
+    if pipeline.asynchronous:
+        return asynchronous_picture(pipeline, total, title)
+    timeline = timed(pipeline, total, costs)
     bubble = f"{100 * timeline.sync_fraction:.1f}% of the step"
     shown = few_microbatches(pipeline, total)
     if pp > DRAWN_RANKS or shown > MOST_DRAWN:
@@ -66,6 +69,18 @@ def schedule_picture(pipeline: Pipeline, total: int, costs: Costs | None = None)
         return draw(timeline, title, width=WIDTH)
     note = f"the run has {total} microbatches, of which the picture shows {shown}: its bubble is {bubble}"
     return draw(timed(pipeline, shown, costs), title, width=WIDTH) + f"\n  {note}"
+
+
+def asynchronous_picture(pipeline: Pipeline, per_step: int, title: str) -> str:
+    """The first microbatches after a drain; the pipeline stays full over the updates until the next."""
+    pp, between = pipeline.placement.pp_size, per_step * pipeline.drain_interval
+    shown, bubble = min(between, max(DRAWN_MICROBATCHES, 2 * pp)), 100 * (pp - 1) / (between + pp - 1)
+    versions = ", ".join(str(pipeline.weight_versions(rank, per_step)) for rank in range(min(pp, DRAWN_RANKS)))
+    note = (f"an update after every {per_step} microbatch(es), without a flush; drained every {pipeline.drain_interval} "
+            f"steps: bubble {bubble:.2g}%\n  versions of the weights kept: {versions}")  # fmt: skip
+    if pp > DRAWN_RANKS:
+        return f"{title}: {pp} ranks\n  {note}"
+    return draw(timed(pipeline, shown), f"{title} after a drain", width=WIDTH) + f"\n  {note}"
 
 
 def warnings(config: Config) -> list[str]:

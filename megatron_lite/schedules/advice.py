@@ -3,7 +3,7 @@
 from fractions import Fraction
 from typing import NamedTuple
 
-from megatron_lite.schedules import SCHEDULES, build_schedule, schedule_placement, schedule_problems
+from megatron_lite.schedules import ASYNCHRONOUS, SCHEDULES, build_schedule, schedule_placement, schedule_problems
 from megatron_lite.schedules.interleaved import other_sizes, whole_groups
 from megatron_lite.schedules.simulate import Number, chunk_costs, simulate
 from megatron_lite.schedules.sizes import GROUP, Sizes
@@ -24,7 +24,7 @@ def schedule_warnings(
     latency: Number = 0,
 ) -> list[str]:
     """Warnings about a schedule that runs at these sizes; `costs` are F, B and W of a rank's share of the model."""
-    if pp_size < 2 or schedule_problems(name, pp_size, num_chunks, num_microbatches, group_size):
+    if name in ASYNCHRONOUS or pp_size < 2 or schedule_problems(name, pp_size, num_chunks, num_microbatches, group_size):
         return []
     if num_microbatches >= _enough(name, pp_size) and name != "interleaved" and name not in LEANER:
         return []  # nothing to say, so nothing to simulate

@@ -13,13 +13,15 @@ from megatron_lite.config import Config
 from megatron_lite.data.loader import BatchLoader
 from megatron_lite.errors import ReportedError, peer_gone
 from megatron_lite.optim.clip import square_sum
+from megatron_lite.schedules import ASYNCHRONOUS
+from megatron_lite.training.asynchronous import steps_to_drain, train_window
 from megatron_lite.training.data import Splits, build_loader
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.logging import Interval, Sinks, evaluation_lines, log_line
 from megatron_lite.training.setup import Trainer
 from megatron_lite.training.signals import StopSignal
 from megatron_lite.training.state import Progress, save
-from megatron_lite.training.step import train_step
+from megatron_lite.training.step import StepReport, train_step
 
 MAX_SKIPS = 10  # steps without an update in a row: NaN weights do not heal
 
@@ -74,13 +76,24 @@ class Run:
         self._save()
 
     def _step(self, loader: BatchLoader) -> None:
+        """One step; of an asynchronous pipeline all steps to its next drain, which are logged one by one when it is there."""
         started = time.perf_counter()
         iteration, consumed = self.progress.iteration, self.progress.consumed_samples
-        report = train_step(self.trainer, loader.next_step(), iteration, consumed)
-        seconds = time.perf_counter() - started
+        if self.config.parallel.pipeline_schedule in ASYNCHRONOUS:
+            steps = steps_to_drain(self.config, iteration)
+            reports = train_window(self.trainer, loader.next_step, iteration, consumed, steps)
+        else:
+            reports = [train_step(self.trainer, loader.next_step(), iteration, consumed)]
+        seconds, waited = time.perf_counter() - started, loader.take_wait_seconds()
+        for report in reports:
+            self._account(report, seconds / len(reports), waited / len(reports))
+
+    def _account(self, report: StepReport, seconds: float, data_wait_seconds: float) -> None:
+        """Progress and log of one finished step."""
+        iteration, consumed = self.progress.iteration, self.progress.consumed_samples
         wandb_id = self.sinks.wandb_id or self.progress.wandb_id
         self.progress = Progress(iteration + 1, consumed + self.config.train.global_batch_size, wandb_id)
-        self.interval.add(report, seconds, loader.take_wait_seconds())
+        self.interval.add(report, seconds, data_wait_seconds)
         every = self.config.logging.log_interval
         if self.progress.iteration % every == 0 or self.progress.iteration in (1, self.config.train.train_iters):
             norm = self._params_norm() if self.config.logging.log_params_norm else None

@@ -23,6 +23,7 @@ SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32
 RUN = "--micro-batch-size 2 --lr 1e-3 --train-iters 100 --mock-data --vocab-size 250"
 BASE = f"{SIZES} {RUN}"
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 16"
+STALE = f"{PP2} --untie-embeddings-and-output-weights --pipeline-schedule"
 ROPE = f"{BASE} --position-embedding-type rope"
 FIELDS = [field.name for group in GROUPS.values() for field in fields(group)]
 
@@ -46,6 +47,17 @@ BAD = [
     ("--bf16=1", 1, ["--bf16 1: is a switch"]),
     ("--split 969, 30, 1", 1, ["--split 969, 30, 1: takes one value, 3 were given; quote"]),
     ("--use-rotary-position-embeddings --position-embedding-type none", 1, ["two spellings of one setting"]),
+    # asynchronous pipelines
+    (f"{PP2} --pipeline-schedule pipedream", 2, ["--pipeline-schedule pipedream: first and last stage", "--untie-"]),
+    (f"{STALE} pipedream --log-params-norm", 2, ["--log-params-norm --pipeline-schedule pipedream", "drop --log-params-norm"]),
+    (f"{STALE} pipedream-2bw --global-batch-size 2", 2, ["--pipeline-schedule pipedream-2bw: 1 microbatches", "2 would work"]),
+    (f"{STALE} pipemare --num-virtual-stages-per-pipeline-rank 2", 2, ["--pipeline-schedule pipemare", "1 chunk per rank"]),
+    (f"{STALE} pipedream --pipeline-drain-interval 300000", 2, ["--pipeline-drain-interval 300000", "262144"]),
+    (f"{STALE} pipedream --pipeline-drain-interval 0", 2, ["--pipeline-drain-interval 0: must be at least 1"]),
+    (f"{STALE} pipedream --pipemare-annealing-iters 9", 2, ["--pipemare-annealing-iters 9: has no effect", "pipemare"]),
+    (f"{STALE} pipemare --pipemare-correction-decay 1", 2, ["--pipemare-correction-decay 1.0: must lie in [0, 1)"]),
+    (f"{PP2} --pipeline-drain-interval 5", 2, ["--pipeline-drain-interval 5: has no effect", "pipedream-2bw"]),
+    ("--pipeline-schedule pipedream", 1, ["--pipeline-schedule pipedream: has no effect"]),
     # out of range
     ("--num-layers 0", 1, ["--num-layers 0: must be at least 1; nearest value that works: 1"]),
     ("--tensor-model-parallel-size 0", 1, ["--tensor-model-parallel-size 0: must be at least 1"]),

@@ -20,7 +20,9 @@ from megatron_lite.comm.mesh import build_mesh
 from megatron_lite.config import GROUPS
 from megatron_lite.data.indexed import IndexedWriter
 from megatron_lite.rules import flag_name
+from megatron_lite.schedules import ASYNCHRONOUS
 from megatron_lite.training import data, logging, setup
+from megatron_lite.training.asynchronous import _Stream, _Window, annealing_length, steps_to_drain
 from megatron_lite.training.setup import build_trainer, grid_of
 
 TINY = ("--num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
@@ -31,6 +33,7 @@ ROPE = "--position-embedding-type rope"
 SCALED = f"{ROPE} --use-rope-scaling --rope-original-max-position 32 --rope-scaling-factor 2"
 GQA = "--num-attention-heads 4 --group-query-attention"
 CHUNKED = "ranks 2 --pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8"
+STALE = "ranks 2 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
 WARM = "--lr-warmup-iters 2"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 2"
 EVAL = "--eval-interval 1 --eval-iters 1"
@@ -88,6 +91,9 @@ ROWS = {
     "num_layers_per_virtual_pipeline_stage": (CHUNKED, "--num-layers-per-virtual-pipeline-stage 1", "built"),
     "microbatch_group_size_per_virtual_pipeline_stage": (
         f"{CHUNKED} --num-virtual-stages-per-pipeline-rank 2", "--microbatch-group-size-per-virtual-pipeline-stage 4", "built"),
+    "pipeline_drain_interval": (f"{STALE} --pipeline-schedule pipedream", "--pipeline-drain-interval 2", "built"),
+    "pipemare_annealing_iters": (f"{STALE} --pipeline-schedule pipemare", "--pipemare-annealing-iters 3", "built"),
+    "pipemare_correction_decay": (f"{STALE} --pipeline-schedule pipemare", "--pipemare-correction-decay 0.5", "built"),
     "decoder_first_pipeline_num_layers": ("ranks 2 --num-layers 3 --pipeline-model-parallel-size 2",
                                           "--decoder-first-pipeline-num-layers 1", "built"),
     "decoder_last_pipeline_num_layers": ("ranks 2 --num-layers 3 --pipeline-model-parallel-size 2",
@@ -176,7 +182,16 @@ def built(rank, argv, world):
         "overlap": trainer.engine.overlap,
         "actions": [str(action) for action in trainer.actions],
         "activation": trainer.executor.shape,
+        "asynchronous": asynchronous_settings(trainer),
     }
+
+
+def asynchronous_settings(trainer):
+    """What a window of an asynchronous pipeline is made of: its steps, PipeMare's rates, its mean change of an update."""
+    if trainer.config.parallel.pipeline_schedule not in ASYNCHRONOUS:
+        return None
+    window = _Window(trainer, _Stream(trainer, None, 0), 0, 0, 1)
+    return steps_to_drain(trainer.config, 0), annealing_length(trainer.config), window.velocity and window.velocity.gamma
 
 
 def recorder(made, name):
@@ -282,7 +297,8 @@ def command_lines(field):
     if base.startswith("ranks "):
         _, number, *rest = base.split()
         world, base = int(number), " ".join(rest)
-    base = f"{TINY} {base.removeprefix('only ')}" if base.startswith("only ") else f"{TINY} {RUN} {base}"
+    tiny = TINY.replace(" --log-params-norm", "") if ROWS[field][0].startswith(STALE) else TINY  # no such norm there
+    base = f"{tiny} {base.removeprefix('only ')}" if base.startswith("only ") else f"{tiny} {RUN} {base}"
     changed = base
     if change.startswith("without "):
         _, flag, *rest = change.split()
