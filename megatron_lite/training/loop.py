@@ -20,6 +20,7 @@ from megatron_lite.training.setup import Trainer
 from megatron_lite.training.signals import StopSignal
 from megatron_lite.training.state import Progress, save
 from megatron_lite.training.step import train_step
+from megatron_lite.training.trace import Tracer
 
 MAX_SKIPS = 10  # steps without an update in a row: NaN weights do not heal
 
@@ -38,6 +39,7 @@ class Run:
         resumed = trainer.config.checkpoint.load == trainer.config.checkpoint.save and progress.iteration > 0
         self.saved_iteration = progress.iteration if resumed else None
         self.started = time.monotonic()
+        self.tracer = Tracer(trainer, progress.iteration) if trainer.recorder else None
 
     @property
     def config(self) -> Config:
@@ -76,8 +78,13 @@ class Run:
     def _step(self, loader: BatchLoader) -> None:
         started = time.perf_counter()
         iteration, consumed = self.progress.iteration, self.progress.consumed_samples
-        report = train_step(self.trainer, loader.next_step(), iteration, consumed)
+        batches = loader.next_step()
+        if self.tracer:
+            self.tracer.begin(iteration + 1)
+        report = train_step(self.trainer, batches, iteration, consumed)
         seconds = time.perf_counter() - started
+        if self.tracer:
+            self.tracer.end(report.result)
         wandb_id = self.sinks.wandb_id or self.progress.wandb_id
         self.progress = Progress(iteration + 1, consumed + self.config.train.global_batch_size, wandb_id)
         self.interval.add(report, seconds, loader.take_wait_seconds())

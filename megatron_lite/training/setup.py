@@ -16,6 +16,7 @@ from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.ddp import GradientEngine
 from megatron_lite.pipeline.executor import Executor
+from megatron_lite.pipeline.recorder import Recorder, clock_of
 from megatron_lite.pipeline.stage import build_chunks
 from megatron_lite.planner.pipeline import pipeline_of
 from megatron_lite.schedules.actions import Action
@@ -32,6 +33,7 @@ class Trainer:
     optimizer: Optimizer
     executor: Executor
     actions: list[Action]
+    recorder: Recorder | None = None  # with --trace-dir
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
@@ -57,10 +59,11 @@ def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     tp = chunks[0].tp
     length = model.seq_length // (mesh.tp.size if tp.sequence_parallel else 1)
     p2p = P2P(mesh.pp, mesh.device) if mesh.pp.size > 1 else None
+    recorder = Recorder(clock_of(mesh.device)) if config.logging.trace_dir else None
     executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, (length, train.micro_batch_size, model.hidden_size),
-                        tp.dtype, mesh.device)  # fmt: skip
+                        tp.dtype, mesh.device, recorder)  # fmt: skip
     schedule = pipeline.actions(num_microbatches(config, mesh.dp.size))
-    return Trainer(config, mesh, chunks, engine, optimizer, executor, schedule[mesh.pp.rank])
+    return Trainer(config, mesh, chunks, engine, optimizer, executor, schedule[mesh.pp.rank], recorder)
 
 
 def peak_memory(device: torch.device) -> int:
