@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
+from benchmarks.peers.torch_pp import SCHEDULES as TORCH
+from benchmarks.peers.torch_pp import stages_of
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Mesh, build_mesh
 from megatron_lite.comm.p2p import P2P
@@ -26,14 +28,6 @@ from megatron_lite.schedules.simulate import chunk_costs
 
 SHAPE = (16, 1, 64)  # of an activation: messages are to cost next to nothing
 GREEDY = {"greedy": Placement("loop", 0), "greedy-v": Placement("v", 0, 2)}
-TORCH = {  # our name -> (torch's class, stages per rank, whether they lie in a V)
-    "gpipe": ("ScheduleGPipe", 1, False),
-    "1f1b": ("Schedule1F1B", 1, False),
-    "interleaved": ("ScheduleInterleaved1F1B", 2, False),
-    "interleaved-zb": ("ScheduleInterleavedZeroBubble", 2, False),
-    "zbv": ("ScheduleZBVZeroBubble", 2, True),
-    "dualpipev": ("ScheduleDualPipeV", 2, True),
-}
 
 
 @dataclass(frozen=True)
@@ -166,10 +160,10 @@ class Torch:
     """One case on torch.distributed.pipelining."""
 
     def __init__(self, case: Case, mesh: Mesh):
-        name, per_rank, folded = TORCH[case.name]
-        ranks, rank, count = mesh.pp.size, mesh.rank, mesh.pp.size * per_rank
+        name, per_rank, _ = TORCH[case.name]
+        count = mesh.pp.size * per_rank
         self.sleeper = Sleeper(tuple(cost / per_rank for cost in case.costs))
-        numbers = [rank, 2 * ranks - 1 - rank] if folded else [rank + turn * ranks for turn in range(per_rank)]
+        numbers = stages_of(case.name, mesh.pp.size, mesh.rank)
         stages = [pipelining.PipelineStage(TorchStage(self.sleeper, n == 0), n, count, mesh.device) for n in numbers]
         self.first, self.last = 0 in numbers, count - 1 in numbers
         made = getattr(pipelining, name)

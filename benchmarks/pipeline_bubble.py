@@ -10,15 +10,20 @@ rank's start to the last rank's end. Medians over rounds; ours and torch's take 
 """
 
 import argparse
+import fnmatch
 import json
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import report  # noqa: E402
+from benchmarks.contenders import PIPELINES, pipelines  # noqa: E402
 from benchmarks.modelled import GREEDY, TORCH, Case, Steps, rank_steps  # noqa: E402
-from benchmarks.throughput import machine_facts  # noqa: E402
+from benchmarks.throughput import Run, machine_facts  # noqa: E402
+from benchmarks.throughput import parse as parse_throughput  # noqa: E402
 from megatron_lite.comm import launch  # noqa: E402
 from megatron_lite.schedules import SCHEDULES  # noqa: E402
 from megatron_lite.schedules.simulate import chunk_costs, simulate  # noqa: E402
@@ -30,15 +35,22 @@ def parse(argv=None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["modelled", "real"])
-    parser.add_argument("--names", nargs="+", help="schedules (default: all)")
+    parser.add_argument("--names", nargs="+", help="schedules or patterns (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each contender")
     parser.add_argument("--out", help="write everything measured to this JSON file")
     parser.add_argument("--ranks", type=int, default=4, help="modelled: pipeline ranks")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], help="modelled: per step")
     parser.add_argument("--costs", nargs=3, type=float, default=[20, 20, 20], metavar=("F", "B", "W"),
                         help="modelled: milliseconds of a rank's share of the layers")  # fmt: skip
-    parser.add_argument("--shape", default="W", help="real: W, or tiny to try the driver")
+    parser.add_argument("--shape", choices=["W", "tiny"], default="W", help="real: tiny only tries the driver")
+    parser.add_argument("--heap", action="store_true", help="real: torch also with our allocator settings")
     return parser.parse_args(argv)
+
+
+def chosen(args: argparse.Namespace, names) -> list[str]:
+    """Those of the names that were asked for."""
+    patterns = args.names or ["*"]
+    return [name for name in dict.fromkeys(names) if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def measured(rows: list[dict]) -> tuple[float, float]:
@@ -89,10 +101,10 @@ def modelled_text(rows: list[dict]) -> str:
 def modelled(args: argparse.Namespace) -> dict:
     """Every schedule on stages that sleep."""
     costs = tuple(cost / 1e3 for cost in args.costs)
-    wanted = [name for name in dict.fromkeys([*OURS, *TORCH]) if args.names is None or name in args.names]
-    cases = [Case(name, m, peer, costs) for m in args.microbatches for name in wanted
+    cases = [Case(name, m, peer, costs) for m in args.microbatches for name in chosen(args, [*OURS, *TORCH])
              for peer in (False, True) if name in (TORCH if peer else OURS)]  # fmt: skip
-    by_rank = launch.run(rank_steps, args.ranks, cases, args.ranks, args.rounds, timeout=60.0 + 3.0 * len(cases) * (args.rounds + 1))
+    patience = 60.0 + 3.0 * len(cases) * (args.rounds + 1)
+    by_rank = launch.run(rank_steps, args.ranks, cases, args.ranks, args.rounds, timeout=patience)
     rows = [summary(list(notes), args.ranks) for notes in zip(*by_rank, strict=True)]
     print(f"sync bubble, % of the step; {args.ranks} ranks, F {args.costs[0]:g}, B {args.costs[1]:g}, "
           f"W {args.costs[2]:g} ms, medians of {args.rounds} steps")  # fmt: skip
@@ -100,10 +112,31 @@ def modelled(args: argparse.Namespace) -> dict:
     return {"ranks": args.ranks, "costs_ms": args.costs, "rounds": args.rounds, "rows": rows}
 
 
+def real(args: argparse.Namespace) -> dict:
+    """Whole training steps on two ranks; all contenders asked for are in memory together."""
+    options = parse_throughput(["--shape", args.shape, "--rounds", str(args.rounds)])
+    with tempfile.TemporaryDirectory(prefix="pipelines-", ignore_cleanup_errors=True) as folder:
+        run = Run(options, Path(folder))
+        run.ceiling("start")
+        run.measure(pipelines(chosen(args, PIPELINES), args.heap), "pp", "bf16")
+        run.summarise()
+    part = run.result["blocks"][0]
+    print(report.block_text(part))
+    rows = part["rows"]
+    part["same name"] = {}
+    for name in chosen(args, PIPELINES):
+        ours, peer = rows.get(f"ours {name}"), rows.get(f"torch {name}")
+        if ours and peer:
+            ratio = part["same name"][name] = report.paired_ratio(ours, peer)
+            peaks = f"{ours['peak_rss_mb']:.0f} / {peer['peak_rss_mb']:.0f} MB"
+            print(f"{name}: ours / torch {ratio:.3f}, peak {peaks}")
+    return run.result
+
+
 def main(argv=None) -> None:
     """Measure, print, write."""
     args = parse(argv)
-    result = {"facts": machine_facts(), args.part: modelled(args)}
+    result = {"facts": machine_facts(), args.part: (modelled if args.part == "modelled" else real)(args)}
     if args.out:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="ascii")
         print(f"\nwritten: {args.out}")

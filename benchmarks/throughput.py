@@ -149,8 +149,11 @@ class Run:
             for c in block(group, dtype, self.splits, args.compile, args.extra, not args.skip_ours)
             if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in args.contenders)
         ]
-        if not contenders:
-            return
+        if contenders:
+            self.measure(contenders, group, dtype)
+
+    def measure(self, contenders: list[Contender], group: str, dtype: str) -> None:
+        """Run these contenders beside each other."""
         failed: dict[str, str] = {}
         handles = self.start_all(contenders, dtype, failed)
         try:

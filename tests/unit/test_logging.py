@@ -127,7 +127,8 @@ def test_waits_are_the_ranks_mean_and_the_line_is_the_same_everywhere(pool):
     first, last = pool.run(two_stages, 2, config)
     assert first == last
     # Step 1: 0.2 and 0.4 of 0.8 s idle; step 2: 0.1 and, with the wait for the slower rank, 0.5 of 1.2 s.
-    assert first.bubble_percent == pytest.approx(100 * (0.3 + 0.3) / (0.8 + 1.2)) and first.data_wait_percent == pytest.approx(5.0)
+    assert first.bubble_percent == pytest.approx(100 * (0.3 + 0.3) / (0.8 + 1.2))
+    assert first.data_wait_percent == pytest.approx(5.0)
     assert first.tokens_per_second == pytest.approx(2 * first.tokens_per_second_per_device)
 
 
