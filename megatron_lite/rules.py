@@ -90,6 +90,8 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("no_load_optim finetune", lambda s: s.load is None, "needs --load"),
     ("wandb_exp_name wandb_entity wandb_save_dir", lambda s: s.wandb_project is None, "needs --wandb-project"),
     ("trace_start trace_steps", lambda s: s.trace_dir is None, "needs --trace-dir"),
+    ("trace_start", lambda s: have(s.trace_start, s.train_iters) and s.trace_start > s.train_iters,
+     "the run ends before that iteration"),
     ("world_size", lambda s: not s.dry_run, "needs --dry-run; a run's world size is the launcher's"),
 )  # fmt: skip
 
