@@ -43,6 +43,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--costs", nargs=3, type=float, default=[20, 20, 20], metavar=("F", "B", "W"),
                         help="modelled: milliseconds of a rank's share of the layers")  # fmt: skip
     parser.add_argument("--shape", choices=["W", "tiny"], default="W", help="real: tiny only tries the driver")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="real: fp32 where the CPU has no bf16")
     parser.add_argument("--heap", action="store_true", help="real: torch also with our allocator settings")
     return parser.parse_args(argv)
 
@@ -117,7 +118,7 @@ def real(args: argparse.Namespace) -> dict:
     options = parse_throughput(["--shape", args.shape, "--rounds", str(args.rounds)])
     with tempfile.TemporaryDirectory(prefix="pipelines-", ignore_cleanup_errors=True) as folder:
         run = Run(options, Path(folder))
-        run.measure(pipelines(chosen(args, PIPELINES), args.heap), "pp", "bf16")
+        run.measure(pipelines(chosen(args, PIPELINES), args.heap), "pp", args.dtype)
         run.summarise()
     part = run.result["blocks"][0]
     print(report.block_text(part))
