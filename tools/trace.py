@@ -5,7 +5,8 @@
     python tools/trace.py runs/trace --out trace.json         for ui.perfetto.dev
 
 Predicted is the run's own action lists, each action at the median of what its kind took on its stage, with messages that
-take no time. What measured has beyond it is wires, uneven actions, and other work of the machine.
+take no time. What measured has beyond it is wires, uneven actions, and other work of the machine. Here all that is not
+an action is bubble, the executor's own time too; the log line's bubble is waiting alone.
 """
 
 import argparse
