@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config import Config
 from megatron_lite.planner.params import rank_parameters
-from megatron_lite.planner.pipeline import Chunk, pipeline_of
+from megatron_lite.planner.pipeline import Chunk, Pipeline, pipeline_of
 from megatron_lite.schedules.actions import Action
 from megatron_lite.schedules.check import peak_live
 
@@ -141,12 +141,12 @@ def peak_bytes(actions: Sequence[Action], kept: Sequence[int]) -> int:
     return peak
 
 
-def stage_memory(config: Config, core: str | None = None) -> list[StageMemory]:
-    """The memory of every pipeline rank, first to last."""
+def stage_memory(config: Config, core: str | None = None, pipeline: Pipeline | None = None) -> list[StageMemory]:
+    """The memory of every pipeline rank, first to last; of the flags' own pipeline unless one is given."""
     weight, gradient, optimizer = state_bytes(config)
-    pipeline, layer, plan = pipeline_of(config), layer_activation_bytes(config, core), []
+    pipeline, layer, plan = pipeline or pipeline_of(config), layer_activation_bytes(config, core), []
     for rank, actions in enumerate(pipeline.actions(config.num_microbatches)):
-        count, chunks = rank_parameters(config, rank), pipeline.chunks(rank)
+        count, chunks = rank_parameters(config, rank, pipeline), pipeline.chunks(rank)
         kept = [len(chunk.layers) * layer + end_activation_bytes(config, chunk) for chunk in chunks]
         live = peak_live(actions, pipeline.placement.chunks_per_share)
         layers = tuple(chunk.layers for chunk in chunks)

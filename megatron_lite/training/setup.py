@@ -18,8 +18,10 @@ from megatron_lite.optim.ddp import GradientEngine
 from megatron_lite.pipeline.executor import Executor
 from megatron_lite.pipeline.recorder import Recorder, clock_of
 from megatron_lite.pipeline.stage import build_chunks
-from megatron_lite.planner.pipeline import pipeline_of
+from megatron_lite.planner.automatic import PartCosts
 from megatron_lite.schedules.actions import Action
+from megatron_lite.training.measure import measure_costs
+from megatron_lite.training.settle import Settled, settle_pipeline
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Trainer:
     optimizer: Optimizer
     executor: Executor
     actions: list[Action]
+    settled: Settled  # the pipeline, and why it is this one
     recorder: Recorder | None = None  # with --trace-dir
 
 
@@ -46,9 +49,18 @@ def num_microbatches(config: Config, dp: int) -> int:
     return config.train.global_batch_size // (config.train.micro_batch_size * dp)
 
 
-def build_trainer(config: Config, mesh: Mesh) -> Trainer:
-    """Model with its initial weights, buffers, optimizer and executor of this rank."""
-    model, train, pipeline = config.model, config.train, pipeline_of(config)
+def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) -> Trainer:
+    """Model with its initial weights, buffers, optimizer and executor of this rank.
+
+    `costs` are what an automatic pipeline is chosen by; without them they are measured here.
+    """
+    model, train = config.model, config.train
+    length = model.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
+    shape = (length, train.micro_batch_size, model.hidden_size)
+    p2p = P2P(mesh.pp, mesh.device) if mesh.pp.size > 1 else None
+    m = num_microbatches(config, mesh.dp.size)
+    settled = settle_pipeline(config, mesh, m, lambda: costs or measure_costs(config, mesh, p2p, shape))
+    pipeline = settled.pipeline
     chunks = [chunk.initialise(train.seed) for chunk in build_chunks(config, mesh, pipeline)]
     if train.compile:
         for chunk in chunks:
@@ -56,14 +68,10 @@ def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     engine = GradientEngine(chunks, mesh.dp_cp, mesh.tp, mesh.embedding, not config.parallel.no_overlap_grad_reduce,
                             config.parallel.ddp_bucket_size)  # fmt: skip
     optimizer = Optimizer(engine.buckets, config.optimizer)
-    tp = chunks[0].tp
-    length = model.seq_length // (mesh.tp.size if tp.sequence_parallel else 1)
-    p2p = P2P(mesh.pp, mesh.device) if mesh.pp.size > 1 else None
     recorder = Recorder(clock_of(mesh.device)) if config.logging.trace_dir else None
-    executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, (length, train.micro_batch_size, model.hidden_size),
-                        tp.dtype, mesh.device, recorder)  # fmt: skip
-    schedule = pipeline.actions(num_microbatches(config, mesh.dp.size))
-    return Trainer(config, mesh, chunks, engine, optimizer, executor, schedule[mesh.pp.rank], recorder)
+    executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device, recorder)
+    actions = pipeline.actions(m)[mesh.pp.rank]
+    return Trainer(config, mesh, chunks, engine, optimizer, executor, actions, settled, recorder)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -31,7 +31,6 @@ from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Mesh
 from megatron_lite.errors import ReportedError
 from megatron_lite.pipeline.executor import Result
-from megatron_lite.planner.pipeline import pipeline_of
 from megatron_lite.training.setup import Trainer
 
 FORMAT = 1
@@ -59,7 +58,7 @@ class Tracer:
     def __init__(self, trainer: Trainer, iteration: int):
         """`iteration`: done before this run. The default leaves the run's first out, in which memory is found."""
         logging, self.mesh, self.recorder = trainer.config.logging, trainer.mesh, trainer.recorder
-        self.pipeline = pipeline_of(trainer.config)
+        self.pipeline = trainer.settled.pipeline
         self.folder = Path(logging.trace_dir)
         first = logging.trace_start or iteration + 2
         self.iterations = range(first, first + logging.trace_steps)
