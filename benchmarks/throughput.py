@@ -13,6 +13,7 @@ Run it on a quiet machine: "cpu %" well under 100 for single-process rows says t
 import argparse
 import fnmatch
 import json
+import math
 import os
 import platform
 import sys
@@ -138,8 +139,8 @@ class Run:
         print(f"GEMM ceiling at the {when}, GFLOP/s: {text}", flush=True)
 
     def ceiling_of(self, dtype: str) -> float:
-        """The better of the ceilings measured so far, GFLOP/s."""
-        return max(rates[dtype]["all"] for rates in self.result["ceiling"].values())
+        """The better of the ceilings measured so far, GFLOP/s; nan if none was."""
+        return max((rates[dtype]["all"] for rates in self.result["ceiling"].values()), default=math.nan)
 
     def block(self, group: str, dtype: str) -> None:
         """Run the contenders of one block and keep what they answered."""
@@ -149,8 +150,11 @@ class Run:
             for c in block(group, dtype, self.splits, args.compile, args.extra, not args.skip_ours)
             if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in args.contenders)
         ]
-        if not contenders:
-            return
+        if contenders:
+            self.measure(contenders, group, dtype)
+
+    def measure(self, contenders: list[Contender], group: str, dtype: str) -> None:
+        """Run these contenders beside each other."""
         failed: dict[str, str] = {}
         handles = self.start_all(contenders, dtype, failed)
         try:

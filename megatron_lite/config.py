@@ -217,6 +217,10 @@ class LoggingConfig:
     wandb_entity: str | None = flag(None, "W&B team or user", type=str)
     wandb_save_dir: str | None = flag(None, "folder for W&B's files (default: --save, else the working folder)", type=str)
     log_params_norm: bool = flag(False, "add the norm of the parameters to the log line")
+    trace_dir: str | None = flag(None, "folder for what each rank did and when, one file per rank and step (tools/trace.py)",
+        type=str)  # fmt: skip
+    trace_start: int | None = flag(None, "first iteration that is traced (default: the second of this run)", type=int)
+    trace_steps: int = flag(3, "iterations that are traced")
     peak_tflops: float | None = flag(None, "peak of one device for MFU (default: a known GPU's, measured on CPU)", type=float)
 
 

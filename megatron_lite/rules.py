@@ -23,7 +23,7 @@ AT_LEAST_ONE = (
     "ddp_bucket_size "
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
-    "log_interval pipeline_drain_interval"
+    "log_interval pipeline_drain_interval trace_start trace_steps"
 ).split()
 AT_LEAST_ZERO = (
     "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed "
@@ -115,6 +115,11 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("save_interval no_save_optim", lambda s: s.save is None, "needs --save"),
     ("no_load_optim finetune", lambda s: s.load is None, "needs --load"),
     ("wandb_exp_name wandb_entity wandb_save_dir", lambda s: s.wandb_project is None, "needs --wandb-project"),
+    ("trace_start trace_steps", lambda s: s.trace_dir is None, "needs --trace-dir"),
+    ("trace_dir", lambda s: s.pipeline_schedule in ASYNCHRONOUS and s.pipeline_model_parallel_size != 1,
+     "a trace shows single steps, and an asynchronous pipeline does not end them"),
+    ("trace_start", lambda s: have(s.trace_start, s.train_iters) and s.trace_start > s.train_iters,
+     "the run ends before that iteration"),
     ("world_size", lambda s: not s.dry_run, "needs --dry-run; a run's world size is the launcher's"),
 )  # fmt: skip
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -59,11 +58,10 @@ def train_window(trainer: Trainer, next_step: Callable[[], Sequence[Batch]], ite
     window.versions.bind(window.versions.newest)
     trainer.optimizer.steps = int(_over_stages(trainer, torch.tensor([float(trainer.optimizer.steps)]), "max"))
     sums = _over_stages(trainer, torch.stack(window.sums))  # [steps, 3]: the loss of the last stage, norms of all
-    share = replace(result, wait_seconds=result.wait_seconds / steps, total_seconds=result.total_seconds / steps)
     reports = []
     for (loss, squares, skipped), tokens, lr in zip(sums.tolist(), window.tokens, window.rates, strict=True):
         reports.append(StepReport(loss / tokens, int(tokens), math.sqrt(squares) if squares >= 0 else math.nan, lr,
-                                  not skipped, share))  # fmt: skip
+                                  not skipped, result))  # fmt: skip
     return reports
 
 

@@ -22,6 +22,7 @@ from megatron_lite.training.setup import Trainer
 from megatron_lite.training.signals import StopSignal
 from megatron_lite.training.state import Progress, save
 from megatron_lite.training.step import StepReport, train_step
+from megatron_lite.training.trace import Tracer
 
 MAX_SKIPS = 10  # steps without an update in a row: NaN weights do not heal
 
@@ -40,6 +41,7 @@ class Run:
         resumed = trainer.config.checkpoint.load == trainer.config.checkpoint.save and progress.iteration > 0
         self.saved_iteration = progress.iteration if resumed else None
         self.started = time.monotonic()
+        self.tracer = Tracer(trainer, progress.iteration) if trainer.recorder else None
 
     @property
     def config(self) -> Config:
@@ -83,8 +85,13 @@ class Run:
             steps = steps_to_drain(self.config, iteration)
             reports = train_window(self.trainer, loader.next_step, iteration, consumed, steps)
         else:
-            reports = [train_step(self.trainer, loader.next_step(), iteration, consumed)]
+            batches = loader.next_step()
+            if self.tracer:
+                self.tracer.begin(iteration + 1)
+            reports = [train_step(self.trainer, batches, iteration, consumed)]
         seconds, waited = time.perf_counter() - started, loader.take_wait_seconds()
+        if self.tracer:
+            self.tracer.end(reports[0].result)
         for report in reports:
             self._account(report, seconds / len(reports), waited / len(reports))
 

@@ -16,6 +16,7 @@ from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.ddp import GradientEngine
 from megatron_lite.pipeline.executor import Executor
+from megatron_lite.pipeline.recorder import Recorder, clock_of
 from megatron_lite.pipeline.stage import build_chunks
 from megatron_lite.planner.automatic import PartCosts, plainest_pipeline
 from megatron_lite.schedules.actions import Action
@@ -35,6 +36,7 @@ class Trainer:
     executor: Executor
     actions: list[Action]
     settled: Settled  # the pipeline, and why it is this one
+    recorder: Recorder | None = None  # with --trace-dir
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
@@ -67,8 +69,10 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
     engine = GradientEngine(chunks, mesh.dp_cp, mesh.tp, mesh.embedding, not config.parallel.no_overlap_grad_reduce,
                             config.parallel.ddp_bucket_size, mesh.mirror)  # fmt: skip
     optimizer = Optimizer(engine.buckets, config.optimizer)
-    executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device)
-    return Trainer(config, mesh, chunks, engine, optimizer, executor, pipeline.actions(m)[mesh.pp.rank], settled)
+    recorder = Recorder(clock_of(mesh.device)) if config.logging.trace_dir else None
+    executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device, recorder)
+    actions = pipeline.actions(m)[mesh.pp.rank]
+    return Trainer(config, mesh, chunks, engine, optimizer, executor, actions, settled, recorder)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -13,6 +13,7 @@ from megatron_lite.data.loader import Batch
 from megatron_lite.optim.clip import clip_coefficient, square_sum
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.pipeline.executor import Microbatch, Result
+from megatron_lite.pipeline.recorder import phase
 from megatron_lite.rng import DropoutKey
 from megatron_lite.training.setup import Trainer
 
@@ -32,18 +33,20 @@ class StepReport:
 
 def train_step(trainer: Trainer, batches: Sequence[Batch], iteration: int, consumed_samples: int) -> StepReport:
     """Forward, backward and update with this rank's microbatches of the global batch. `iteration` counts from 0."""
-    config, mesh, engine = trainer.config, trainer.mesh, trainer.engine
+    config, mesh, engine, recorder = trainer.config, trainer.mesh, trainer.engine, trainer.recorder
     lr = learning_rate(consumed_samples, config.optimizer, config.train)
 
     engine.begin_step(len(trainer.executor.placement.microbatches(0, len(batches))))  # as many on every other chunk
     result = trainer.executor.run(trainer.actions, with_keys(batches, mesh, config.train.seed, iteration))
-    engine.finish()  # sums over dp x cp, mirror ranks, over tp where partial, over the two copies of a tied embedding
-    loss, tokens = total(result, mesh)
-
-    norm = square_sum(engine.buckets, "grad", mesh.tp_pp).sqrt() / tokens
-    stepped = bool(torch.isfinite(norm) & torch.isfinite(loss))  # every rank sees the same sums, so all decide alike
+    with phase(recorder, "reduce"):
+        engine.finish()  # sums over dp x cp, mirror ranks, over tp where partial, over the two copies of a tied embedding
+    with phase(recorder, "norm"):
+        loss, tokens = total(result, mesh)
+        norm = square_sum(engine.buckets, "grad", mesh.tp_pp).sqrt() / tokens
+        stepped = bool(torch.isfinite(norm) & torch.isfinite(loss))  # every rank sees the same sums, so all decide alike
     if stepped:
-        trainer.optimizer.step(lr, clip_coefficient(norm, config.optimizer.clip_grad) / tokens)
+        with phase(recorder, "optimizer"):
+            trainer.optimizer.step(lr, clip_coefficient(norm, config.optimizer.clip_grad) / tokens)
     return StepReport(float(loss / tokens), int(tokens), float(norm), lr, stepped, result)
 
 

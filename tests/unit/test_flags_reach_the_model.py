@@ -40,6 +40,7 @@ EVAL = "--eval-interval 1 --eval-iters 1"
 SAVE = "--save {tmp}/save"
 LOAD = "--load {tmp}/start --train-iters 7"  # 4 iterations were saved
 WANDB = "--wandb-project p"
+TRACE = "--trace-dir {tmp}/traces"
 REAL = "--fp64 --train-iters 3 --data-path {tmp}/corpus"  # without --mock-data
 BYTES = f"{REAL} --tokenizer-type NullTokenizer --vocab-size 39"
 
@@ -164,6 +165,9 @@ ROWS = {
     "wandb_entity": (WANDB, "--wandb-entity a", "sinks"),
     "wandb_save_dir": (WANDB, "--wandb-save-dir {tmp}/w", "sinks"),
     "log_params_norm": ("", "without --log-params-norm", "params"),
+    "trace_dir": ("", TRACE, "traces"),
+    "trace_start": (TRACE, "--trace-start 3", "traces"),
+    "trace_steps": (TRACE, "--trace-steps 1", "traces"),
     "peak_tflops": ("", "--peak-tflops 2", "mfu"),
 }  # fmt: skip
 
@@ -263,6 +267,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(data, "BatchLoader", recorded)
         monkeypatch.setattr(setup, "compile_elementwise", compiled)
         text = flags.replace("{tmp}/save", str(folder / "save")).replace("{tmp}/other.jsonl", str(folder / "other.jsonl"))
+        text = text.replace("{tmp}/traces", str(folder / "traces"))
         argv = ["--jsonl", str(folder / "log.jsonl"), *text.replace("{tmp}", str(files)).split()]
         capsys.readouterr()
         code = pretrain_gpt.main(argv)
@@ -280,6 +285,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
             "mfu": [round(row["mfu-percent"] / row["throughput"], 6) for row in steps if row["throughput"]],
             "files": sorted(f"{p.relative_to(folder)} {p.stat().st_size if p.suffix == '.safetensors' else ''}"
                             for p in folder.rglob("*")),
+            "traces": sorted(path.name for path in folder.glob("traces/*")),
             "says": out,
         }  # fmt: skip
 

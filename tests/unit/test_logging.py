@@ -40,9 +40,9 @@ LINE = re.compile(
 )
 
 
-def step(loss=2.0, norm=1.5, stepped=True, wait=0.0):
+def step(loss=2.0, norm=1.5, stepped=True, total=1.0, wait=0.0):
     zero = torch.zeros((), dtype=torch.float64)
-    return StepReport(loss, 256, norm, 3e-4, stepped, Result(zero, zero, wait_seconds=wait))
+    return StepReport(loss, 256, norm, 3e-4, stepped, Result(zero, zero, ended=total, waits=[(None, 0.0, wait)]))
 
 
 def config_with(**logging) -> Config:
@@ -116,8 +116,9 @@ def test_skipped_and_nan_steps_are_counted_and_stay_out_of_the_loss():
 
 def two_stages(rank, mesh_config):
     interval = log.Interval(mesh_config, build_mesh(Grid(pp=2), torch.device("cpu")))
-    interval.add(step(wait=0.2 * (rank + 1)), 1.0, data_wait_seconds=0.1 * rank)
-    return interval.metrics(1, 8)
+    interval.add(step(total=0.8, wait=0.2 * (rank + 1)), 1.0, data_wait_seconds=0.1 * rank)
+    interval.add(step(total=[1.2, 0.8][rank], wait=0.1), 1.0, data_wait_seconds=0.1 * rank)
+    return interval.metrics(2, 16)
 
 
 def test_waits_are_the_ranks_mean_and_the_line_is_the_same_everywhere(pool):
@@ -125,7 +126,9 @@ def test_waits_are_the_ranks_mean_and_the_line_is_the_same_everywhere(pool):
                                  train=dataclasses.replace(CONFIG.train, world_size=2))  # fmt: skip
     first, last = pool.run(two_stages, 2, config)
     assert first == last
-    assert first.bubble_percent == pytest.approx(30.0) and first.data_wait_percent == pytest.approx(5.0)
+    # Step 1: 0.2 and 0.4 of 0.8 s idle; step 2: 0.1 and, with the wait for the slower rank, 0.5 of 1.2 s.
+    assert first.bubble_percent == pytest.approx(100 * (0.3 + 0.3) / (0.8 + 1.2))
+    assert first.data_wait_percent == pytest.approx(5.0)
     assert first.tokens_per_second == pytest.approx(2 * first.tokens_per_second_per_device)
 
 
