@@ -101,6 +101,7 @@ PIPELINES = {
     "interleaved": ("interleaved", "interleaved", [2, 2, 2, 2]),
     "interleaved-3+2+2+1": ("interleaved", "interleaved", [3, 2, 2, 1]),
     "interleaved-zb": (None, "interleaved-zb", [2, 2, 2, 2]),
+    "auto": ("auto", None, [None]),
     "zb-h1": ("zb-h1", None, [4, 4]),
     "zb-h1-5+3": ("zb-h1", None, [5, 3]),
     "zbv": ("zbv", "zbv", [2, 2, 2, 2]),

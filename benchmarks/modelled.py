@@ -1,11 +1,20 @@
 """Pipeline stages that only take time: each action sleeps what it costs, so that many ranks overlap on few cores.
 
+A kernel wakes a sleeper late, by a tenth of a millisecond here and differently every time, which would be noise in the
+costs. So an action sleeps a little less than it costs and gives its core away over and over until its time is up. A
+stage's own Python is part of its forward's time, as a real one's is. How long each really took is kept, and goes into the
+simulator (`Steps.costs`).
+
 One rank's side of the bubble table (benchmarks/pipeline_bubble.py): our executor and torch.distributed.pipelining over the
 same stages, in the same processes, in turn. Of every step it keeps when it began and ended, and how long its stages were
 busy; whatever else the time went into, waiting or overhead, is bubble.
 """
 
+import gc
+import os
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +36,8 @@ from megatron_lite.schedules.greedy import greedy_schedule
 from megatron_lite.schedules.simulate import chunk_costs
 
 SHAPE = (16, 1, 64)  # of an activation: messages are to cost next to nothing
+AWAKE = 0.0004  # seconds of an action that are not slept
+PINGS = 20
 GREEDY = {"greedy": Placement("loop", 0), "greedy-v": Placement("v", 0, 2)}
 
 
@@ -52,32 +63,40 @@ class Case:
 
 @dataclass
 class Sleeper:
-    """Sleeps for forward, input gradient and weight gradient, and adds up how long it really slept."""
+    """Sleeps for forward, input gradient and weight gradient, and notes how long each really took."""
 
     costs: tuple[float, float, float]
-    spent: float = 0.0
+    slept: tuple[list[float], list[float], list[float]] = field(default_factory=lambda: ([], [], []))
 
-    def nap(self, part: int) -> None:
-        start = time.perf_counter()
-        time.sleep(self.costs[part])
-        self.spent += time.perf_counter() - start
+    def nap(self, part: int, make: Callable = lambda: None, start: float | None = None):
+        """Take the time of a part, from `start` on or from now; what `make` returns is made within it."""
+        start = time.perf_counter() if start is None else start
+        end, made = start + self.costs[part], make()
+        time.sleep(max(0.0, end - time.perf_counter() - AWAKE))
+        while (now := time.perf_counter()) < end:
+            os.sched_yield()
+        self.slept[part].append(now - start)
+        return made
+
+    @property
+    def spent(self) -> float:
+        return sum(map(sum, self.slept))
 
 
 class _OursNap(torch.autograd.Function):
     """Forward, then input gradient; the weight gradient is handed over as a layer's is (parallel/wgrad.py)."""
 
     @staticmethod
-    def forward(ctx, x, param, chunk):
+    def forward(ctx, x, param, chunk, called):
         ctx.chunk = chunk
-        chunk.sleeper.nap(0)
-        return torch.zeros(()) if chunk.last else torch.zeros(SHAPE)
+        return chunk.sleeper.nap(0, lambda: torch.zeros(()) if chunk.last else torch.zeros(SHAPE), called)
 
     @staticmethod
     def backward(ctx, dy):
         chunk = ctx.chunk
-        chunk.sleeper.nap(1)
+        dx = chunk.sleeper.nap(1, lambda: None if chunk.first else torch.zeros(SHAPE))
         give(chunk.param, lambda grad: chunk.sleeper.nap(2))
-        return None if chunk.first else torch.zeros(SHAPE), None, None
+        return dx, None, None, None
 
 
 class OursChunk:
@@ -90,7 +109,7 @@ class OursChunk:
         self.param.main_grad, self.param.wgrad_queue = torch.zeros(1), self.wgrad_queue
 
     def __call__(self, x, labels, mask, key):
-        return _OursNap.apply(x, self.param, self)
+        return _OursNap.apply(x, self.param, self, time.perf_counter())
 
 
 class Ours:
@@ -117,16 +136,15 @@ class _InputNap(torch.autograd.Function):
     """The path of the input. `anchor` stands for what the first stage's input gradient goes to: its embedding."""
 
     @staticmethod
-    def forward(ctx, x, anchor, sleeper):
+    def forward(ctx, x, anchor, sleeper, called):
         ctx.sleeper = sleeper
-        sleeper.nap(0)
-        return x.clone()
+        return sleeper.nap(0, x.clone, called)
 
     @staticmethod
     def backward(ctx, dy):
-        ctx.sleeper.nap(1)
-        dx = dy.contiguous() if ctx.needs_input_grad[0] else None  # torch receives into a tensor of its strides
-        return dx, torch.zeros(1) if ctx.needs_input_grad[1] else None, None
+        # torch receives into a tensor of its strides
+        dx = ctx.sleeper.nap(1, lambda: dy.contiguous() if ctx.needs_input_grad[0] else None)
+        return dx, torch.zeros(1) if ctx.needs_input_grad[1] else None, None, None
 
 
 class _WeightNap(torch.autograd.Function):
@@ -139,8 +157,7 @@ class _WeightNap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        ctx.sleeper.nap(2)
-        return torch.zeros(1), None
+        return ctx.sleeper.nap(2, lambda: torch.zeros(1)), None
 
 
 class TorchStage(nn.Module):
@@ -153,7 +170,8 @@ class TorchStage(nn.Module):
         self.anchor = nn.Parameter(torch.zeros(1)) if first else None
 
     def forward(self, x):
-        return _InputNap.apply(x, self.anchor, self.sleeper) + _WeightNap.apply(self.weight, self.sleeper)
+        called = time.perf_counter()
+        return _InputNap.apply(x, self.anchor, self.sleeper, called) + _WeightNap.apply(self.weight, self.sleeper)
 
 
 class Torch:
@@ -180,10 +198,12 @@ class Torch:
 
 @dataclass
 class Steps:
-    """What one rank noted of a case."""
+    """What one rank noted of a case: a row per step, and how long the parts of an action took, mean seconds."""
 
     case: Case
+    latency: float  # seconds from a send to its waiting receiver, median
     rows: list[dict] = field(default_factory=list)
+    costs: tuple[float, ...] = ()
 
 
 def rank_steps(rank: int, cases: list[Case], ranks: int, rounds: int) -> list[Steps]:
@@ -191,20 +211,42 @@ def rank_steps(rank: int, cases: list[Case], ranks: int, rounds: int) -> list[St
     mesh = build_mesh(Grid(pp=ranks), torch.device("cpu"))
     p2p = P2P(mesh.pp, mesh.device)
     contenders = [Torch(case, mesh) if case.torch else Ours(case, mesh, p2p) for case in cases]
-    notes = [Steps(case) for case in cases]
+    latency = ping(p2p, mesh) if ranks > 1 else 0.0
+    notes = [Steps(case, latency) for case in cases]
+    gc.collect()
+    gc.freeze()  # a full collection takes tens of milliseconds, and would fall on anybody
     for turn in range(rounds + 1):
         for place in range(len(cases)):
             at = (place + turn) % len(cases)
             row = _step(contenders[at], mesh)
             if turn:
                 notes[at].rows.append(row)
+    gc.unfreeze()
+    for note, contender in zip(notes, contenders, strict=True):
+        note.costs = tuple(statistics.fmean(naps) for naps in contender.sleeper.slept)
     return notes
+
+
+def ping(p2p: P2P, mesh: Mesh) -> float:
+    """Seconds, median, that an activation takes from the last rank to the first, which waits for it asleep; on all ranks."""
+    taken, last = [], mesh.pp.size - 1
+    for number in range(PINGS):
+        comm.barrier(mesh.world)
+        if mesh.rank == last:
+            time.sleep(0.01)
+            p2p.send(torch.full(SHAPE, time.perf_counter(), dtype=torch.float64), 0, "activation", 0, number)
+        elif mesh.rank == 0:
+            sent = p2p.irecv(SHAPE, torch.float64, last, "activation", 0, number).wait()
+            taken.append(time.perf_counter() - float(sent[0, 0, 0]))
+    p2p.flush()
+    answer = torch.tensor([statistics.median(taken) if taken else 0.0], dtype=torch.float64)
+    return float(comm.all_reduce(answer, mesh.pp))
 
 
 def _step(contender, mesh: Mesh) -> dict:
     dist.barrier()
     comm.barrier(mesh.world)  # gloo's lets ranks go one after the other; ours at once
-    contender.sleeper.spent = 0.0
+    before = contender.sleeper.spent
     started = time.perf_counter()
     facts = contender.step()
-    return {"started": started, "ended": time.perf_counter(), "busy": contender.sleeper.spent, **facts}
+    return {"started": started, "ended": time.perf_counter(), "busy": contender.sleeper.spent - before, **facts}

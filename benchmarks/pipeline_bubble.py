@@ -2,9 +2,12 @@
 
     python benchmarks/pipeline_bubble.py modelled --out bubble.json     every action sleeps its cost, 4 ranks
     python benchmarks/pipeline_bubble.py real --names 1f1b zbv          model W on 2 ranks, beside torch's schedules
+    python benchmarks/pipeline_bubble.py split --dtype fp32             is each stage as long as --pipeline-split auto predicts?
 
 `modelled`: the sync bubble is the mean over ranks of the part of a step in which a rank's stages do nothing, from the first
-rank's start to the last rank's end. Medians over rounds; ours and torch's take turns in the same processes.
+rank's start to the last rank's end. Medians over rounds; ours and torch's take turns in the same processes. "simulated" is
+the bubble on a perfect machine; "expected" simulates the times that the actions of this run really took, and the measured
+latency of a message to a rank that waits for it. "overhead" is all time of a rank that is neither nap nor wait.
 
 `real`: tokens/s and peak memory of whole training steps, by the driver of the speed table (benchmarks/throughput.py).
 """
@@ -22,11 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import report  # noqa: E402
 from benchmarks.contenders import PIPELINES, pipelines  # noqa: E402
 from benchmarks.modelled import GREEDY, TORCH, Case, Steps, rank_steps  # noqa: E402
+from benchmarks.stage_balance import balance_text, timed_rows  # noqa: E402
 from benchmarks.throughput import Run, machine_facts  # noqa: E402
 from benchmarks.throughput import parse as parse_throughput  # noqa: E402
 from megatron_lite.comm import launch  # noqa: E402
 from megatron_lite.schedules import SCHEDULES  # noqa: E402
-from megatron_lite.schedules.simulate import chunk_costs, simulate  # noqa: E402
+from megatron_lite.schedules.simulate import Costs, chunk_costs, simulate  # noqa: E402
 
 OURS = (*SCHEDULES, *GREEDY)
 
@@ -34,7 +38,7 @@ OURS = (*SCHEDULES, *GREEDY)
 def parse(argv=None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["modelled", "real"])
+    parser.add_argument("part", choices=["modelled", "real", "split"])
     parser.add_argument("--names", nargs="+", help="schedules or patterns (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each contender")
     parser.add_argument("--out", help="write everything measured to this JSON file")
@@ -42,8 +46,8 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], help="modelled: per step")
     parser.add_argument("--costs", nargs=3, type=float, default=[20, 20, 20], metavar=("F", "B", "W"),
                         help="modelled: milliseconds of a rank's share of the layers")  # fmt: skip
-    parser.add_argument("--shape", choices=["W", "tiny"], default="W", help="real: tiny only tries the driver")
-    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="real: fp32 where the CPU has no bf16")
+    parser.add_argument("--shape", choices=["W", "tiny"], default="W", help="real, split: tiny only tries the driver")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="real, split: fp32 where the CPU has no bf16")
     parser.add_argument("--heap", action="store_true", help="real: torch also with our allocator settings")
     return parser.parse_args(argv)
 
@@ -70,19 +74,22 @@ def summary(notes: list[Steps], ranks: int) -> dict:
     if case.torch:
         return row
     schedule, placement = case.schedule(ranks)
-    timeline = simulate(schedule, placement, chunk_costs(*case.costs, placement.chunks_per_share))
+    ideal = simulate(schedule, placement, chunk_costs(*case.costs, placement.chunks_per_share))
+    taken = (statistics.fmean(note.costs[part] for note in notes) for part in range(3))
+    expected = simulate(schedule, placement, Costs(*taken, latency=notes[0].latency))
     own = [1e3 * (r["total"] - r["wait"] - r["busy"]) / r["actions"] for note in notes for r in note.rows]
     return row | {
-        "simulated_percent": 100 * timeline.sync_fraction,
+        "simulated_percent": 100 * ideal.sync_fraction,
+        "expected_percent": 100 * expected.sync_fraction,
         "overhead_ms": statistics.median(own),
         "peak": [note.rows[0]["peak"] for note in notes],
-        "simulated_peak": list(timeline.peak_live),
+        "simulated_peak": list(ideal.peak_live),
     }
 
 
 def modelled_text(rows: list[dict]) -> str:
     """The table: a line per schedule, ours and torch's side by side."""
-    head = ["microbatches", "schedule", "simulated", "ours", "torch", "overhead ms/action", "peak live", "simulated"]
+    head = ["microbatches", "schedule", "simulated", "expected", "ours", "torch", "overhead ms/action", "peak live", "simulated"]
     lines = [head]
     for row in rows:
         if row["by"] == "torch" and row["name"] in SCHEDULES:
@@ -90,7 +97,8 @@ def modelled_text(rows: list[dict]) -> str:
         ours = row if row["by"] == "ours" else None
         peers = [r for r in rows if (r["by"], r["name"], r["microbatches"]) == ("torch", row["name"], row["microbatches"])]
         shown = [f"{r['bubble_percent']:.1f}" if r else "" for r in (ours, peers[0] if peers else None)]
-        line = [str(row["microbatches"]), row["name"], f"{ours['simulated_percent']:.1f}" if ours else "", *shown]
+        told = [f"{ours[key]:.1f}" if ours else "" for key in ("simulated_percent", "expected_percent")]
+        line = [str(row["microbatches"]), row["name"], *told, *shown]
         if ours:
             peaks = (" ".join(f"{peak:g}" for peak in ours[key]) for key in ("peak", "simulated_peak"))
             line += [f"{ours['overhead_ms']:.3f}", *peaks]
@@ -109,8 +117,10 @@ def modelled(args: argparse.Namespace) -> dict:
     rows = [summary(list(notes), args.ranks) for notes in zip(*by_rank, strict=True)]
     print(f"sync bubble, % of the step; {args.ranks} ranks, F {args.costs[0]:g}, B {args.costs[1]:g}, "
           f"W {args.costs[2]:g} ms, medians of {args.rounds} steps")  # fmt: skip
+    latency = 1e3 * by_rank[0][0].latency
+    print(f"latency of a message {latency:.3f} ms")
     print(modelled_text(rows))
-    return {"ranks": args.ranks, "costs_ms": args.costs, "rounds": args.rounds, "rows": rows}
+    return {"ranks": args.ranks, "costs_ms": args.costs, "rounds": args.rounds, "latency_ms": latency, "rows": rows}
 
 
 def real(args: argparse.Namespace) -> dict:
@@ -135,10 +145,21 @@ def real(args: argparse.Namespace) -> dict:
     return run.result
 
 
+def split(args: argparse.Namespace) -> dict:
+    """Times of the stages of an automatic split, on two ranks."""
+    rows = []
+    for schedule in args.names or ["1f1b", "zbv"]:
+        by_rank = launch.run(timed_rows, 2, 2, args.shape, args.dtype, schedule, args.rounds, timeout=600.0)
+        rows += sorted(sum(by_rank, []), key=lambda row: row["stage"])
+    print(balance_text(rows))
+    return {"shape": args.shape, "dtype": args.dtype, "rounds": args.rounds, "rows": rows}
+
+
 def main(argv=None) -> None:
     """Measure, print, write."""
     args = parse(argv)
-    result = {"facts": machine_facts(), args.part: (modelled if args.part == "modelled" else real)(args)}
+    measure = {"modelled": modelled, "real": real, "split": split}[args.part]
+    result = {"facts": machine_facts(), args.part: measure(args)}
     if args.out:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="ascii")
         print(f"\nwritten: {args.out}")

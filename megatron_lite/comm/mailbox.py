@@ -7,15 +7,18 @@ Each rank owns a memory with a count of messages posted and a ring of entries fo
 A sender copies its tensor into the heap, fills an entry, raises the count, and goes on: it waits for nobody, so
 no order of sends and receives can deadlock. The receiver finds the entry by its tag, copies the bytes out, and marks
 the entry taken; the sender then uses the place again. The heap is sparse: only what is in flight costs memory.
+A receiver with nothing to take sleeps on the sender's count (comm/futex.py).
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict, deque
 
 import torch
 import torch.distributed as dist
 
+from megatron_lite.comm.futex import Futex
 from megatron_lite.comm.shared import HEADER, group_timeout, map_everyone, wait_until
 
 ENTRIES = 1024  # messages to one receiver that may wait to be taken
@@ -23,6 +26,7 @@ WORDS = 4
 TAG, PLACE, LENGTH, TAKEN = range(WORDS)
 HEAP_BYTES = 4 << 30
 PAGE = 4096
+LOOK_SECONDS = 0.5  # a sleeping receiver looks this often whether the sender still lives
 
 
 class Mailbox:
@@ -31,7 +35,8 @@ class Mailbox:
     def __init__(self, rank: int, memories: list, pids: list[int], timeout: float):
         self.rank, self.size, self.pids, self.timeout = rank, len(memories), pids, timeout
         self.words = [memoryview(m).cast("Q") for m in memories]
-        self.heaps = [torch.frombuffer(m, dtype=torch.uint8, offset=_table_bytes(self.size)) for m in memories]
+        self.bases = [ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in memories]  # `words` keep them mapped
+        self.futex = Futex(LOOK_SECONDS)
         self.sent = [0] * self.size
         self.seen = [0] * self.size
         self.arrived: list[dict[int, deque]] = [defaultdict(deque) for _ in range(self.size)]
@@ -48,15 +53,15 @@ class Mailbox:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Copy a contiguous tensor into the mail for `peer`."""
-        data = tensor.view(-1).view(torch.uint8)
-        mine, at = self.words[self.rank], self._entry(peer, self.sent[peer])
+        mine, at, length = self.words[self.rank], self._entry(peer, self.sent[peer]), tensor.nbytes
         if self.sent[peer] >= ENTRIES:
             wait_until(lambda: mine[at + TAKEN] == 1, lambda: [peer], self.rank, self.pids, self.timeout)
-        place, room = self._room(data.numel())
-        self.heaps[self.rank][place : place + data.numel()].copy_(data)
-        mine[at + TAG], mine[at + PLACE], mine[at + LENGTH], mine[at + TAKEN] = tag, place, data.numel(), 0
+        place, room = self._room(length)
+        ctypes.memmove(self.bases[self.rank] + _table_bytes(self.size) + place, tensor.data_ptr(), length)
+        mine[at + TAG], mine[at + PLACE], mine[at + LENGTH], mine[at + TAKEN] = tag, place, length, 0
         self.sent[peer] += 1
         mine[_posted(peer)] = self.sent[peer]
+        self.futex.wake(self.bases[self.rank] + 8 * _posted(peer))
         self.outstanding.append((at + TAKEN, place, room))
 
     def _room(self, length: int) -> tuple[int, int]:
@@ -83,13 +88,14 @@ class Mailbox:
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Wait for the oldest message of `peer` with this tag and copy it into a contiguous tensor."""
         if not self._has(peer, tag):
-            wait_until(lambda: self._has(peer, tag), lambda: [peer], self.rank, self.pids, self.timeout)
+            count = self.bases[peer] + 8 * _posted(self.rank)
+            wait_until(lambda: self._has(peer, tag), lambda: [peer], self.rank, self.pids, self.timeout,
+                       lambda _: self.futex.wait(count, self.seen[peer]))  # fmt: skip
         at = self.arrived[peer][tag].popleft()
-        theirs, data = self.words[peer], tensor.view(-1).view(torch.uint8)
-        place, length = theirs[at + PLACE], theirs[at + LENGTH]
-        if length != data.numel():
-            raise ValueError(f"rank {self.rank} awaits {data.numel()} bytes, rank {peer} sent {length} with tag {tag}")
-        data.copy_(self.heaps[peer][place : place + length])
+        theirs, place, length = self.words[peer], self.words[peer][at + PLACE], self.words[peer][at + LENGTH]
+        if length != tensor.nbytes:
+            raise ValueError(f"rank {self.rank} awaits {tensor.nbytes} bytes, rank {peer} sent {length} with tag {tag}")
+        ctypes.memmove(tensor.data_ptr(), self.bases[peer] + _table_bytes(self.size) + place, length)
         theirs[at + TAKEN] = 1
 
     def _has(self, peer: int, tag: int) -> bool:

@@ -168,16 +168,20 @@ class SharedBoard:
 
 
 def wait_until(
-    ready: Callable[[], bool], late: Callable[[], list[int]], rank: int, pids: list[int], timeout: float
-) -> None:
-    """Give the core away until `ready()`; if the ranks missed, `late()`, have ended or take too long, an error."""
+    ready: Callable[[], bool], late: Callable[[], list[int]], rank: int, pids: list[int], timeout: float,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:  # fmt: skip
+    """Give the core away until `ready()`; if the ranks missed, `late()`, have ended or take too long, an error.
+
+    `sleep` may take longer than it is asked to, if something wakes it.
+    """
     began = looked = time.monotonic()
     while not ready():
         now = time.monotonic()
         if now - began < YIELD_SECONDS:
             os.sched_yield()
             continue
-        time.sleep(SLEEP_SECONDS if now - began < 0.1 else 10 * SLEEP_SECONDS)
+        sleep(SLEEP_SECONDS if now - began < 0.1 else 10 * SLEEP_SECONDS)
         if now - looked < 0.5:
             continue
         looked, me = now, f"shared memory: rank {rank} of {len(pids)}"

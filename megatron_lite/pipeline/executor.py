@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -73,6 +73,25 @@ class Watch(Protocol):
     def after(self, action: Action, result: Result) -> None: ...
 
 
+class _Step(NamedTuple):
+    """An action and the ways of what it takes and makes, found once for a list and not in every step of training."""
+
+    action: Action
+    takes: Message | None  # from another rank
+    gives: Message | None  # to another rank
+    keeps: tuple[str, int, int] | None  # (kind, chunk, microbatch) for which another chunk of this rank takes it
+
+
+def _plan(actions: Sequence[Action], rank: int, placement: Placement) -> list[_Step]:
+    steps = []
+    for action in actions:
+        kind, neighbour = ("activation", placement.next) if "F" in action.parts else ("gradient", placement.previous)
+        place = neighbour(rank, action.chunk)
+        keeps = (kind, place.chunk, action.microbatch) if place and place.rank == rank else None
+        steps.append(_Step(action, received(action, rank, placement), sent(action, rank, placement), keeps))
+    return steps
+
+
 @dataclass
 class _Run:
     """State of one pass over the action list."""
@@ -95,26 +114,31 @@ class Executor:
         self.chunks, self.placement, self.rank, self.p2p = chunks, placement, rank, p2p
         self.shape, self.dtype, self.device = shape, dtype, device
         self.clock, self.recorder = recorder.clock if recorder else clock_of(device), recorder
+        self.dloss = torch.ones((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self.planned: tuple[Sequence[Action], list[_Step]] = ((), [])  # the list last run, and its steps
 
     def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], watch: Watch | None = None) -> Result:
         """Forward and backward of a step; gradients land in the parameters' `main_grad`. `watch` acts between actions."""
         started = self.clock.stamp()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        messages = (received(action, self.rank, self.placement) for action in actions)
+        if actions is not self.planned[0]:
+            self.planned = (actions, _plan(actions, self.rank, self.placement))
+        steps = self.planned[1]
         result = Result(zero, zero.clone(), clock=self.clock, started=started)
-        run = _Run(microbatches, result, deque(m for m in messages if m))
+        run = _Run(microbatches, result, deque(step.takes for step in steps if step.takes))
         recorder = self.recorder if self.recorder and self.recorder.recording else None
-        for action in actions:
+        for step in steps:
+            action = step.action
             begun = self.clock.stamp() if recorder else None
             self._post(run)
             if watch is not None:
                 watch.before(action)
             if action.kind == "F":
-                self._forward(action, run)
+                self._forward(step, run)
             elif action.kind == "W":
                 self._weight_grads(action, run)
             else:
-                self._backward(action, run)
+                self._backward(step, run)
             if watch is not None:
                 watch.after(action, run.result)
             if recorder:
@@ -133,38 +157,35 @@ class Executor:
         """The forwards of the list alone, without graphs."""
         return self.run([action for action in actions if action.kind == "F"], microbatches)
 
-    def _forward(self, action: Action, run: _Run) -> None:
+    def _forward(self, step: _Step, run: _Run) -> None:
+        action, training = step.action, torch.is_grad_enabled()
         chunk, batch = self.chunks[action.chunk], run.microbatches[action.microbatch]
-        x = batch.tokens if chunk.first else self._take("activation", action, run)
-        if not chunk.first and torch.is_grad_enabled():
+        x = batch.tokens if chunk.first else self._take("activation", step, run)
+        if not chunk.first and training:
             x.requires_grad_()
         out = chunk(x, batch.labels, batch.mask, batch.key)
-        if torch.is_grad_enabled():
+        if not chunk.last:
+            self._give(step, out.detach(), run)  # first of all: the next stage waits for it
+        if training:
             run.live[action.chunk, action.microbatch] = (x, get_gradient_edge(out))
             run.result.peak_live = max(run.result.peak_live, len(run.live))
             run.result.peak_held = max(run.result.peak_held, len(run.live) + len(run.queued))
         if chunk.last:
             run.result.loss += out.detach()
             run.result.tokens += batch.mask.sum(dtype=torch.float64)
-        else:
-            self._give("activation", action, out.detach(), run)
 
-    def _backward(self, action: Action, run: _Run) -> None:
+    def _backward(self, step: _Step, run: _Run) -> None:
         """B or BW. The last stage starts from dloss = 1: the division by the token count comes at the end of the step."""
-        chunk = self.chunks[action.chunk]
+        action, chunk = step.action, self.chunks[step.action.chunk]
         x, edge = run.live.pop((action.chunk, action.microbatch))
-        if chunk.last:
-            exact = torch.promote_types(self.dtype, torch.float32)
-            grad = torch.ones((), dtype=exact, device=self.device)
-        else:
-            grad = self._take("gradient", action, run)
+        grad = self.dloss if chunk.last else self._take("gradient", step, run)
         chunk.wgrad_queue.deferring = action.kind == "B"
         torch.autograd.backward(edge, grad)
         chunk.wgrad_queue.deferring = False
+        if not chunk.first:
+            self._give(step, x.grad, run)  # first of all: the previous stage waits for it
         if action.kind == "B":
             run.queued[action.chunk, action.microbatch] = chunk.wgrad_queue.take()
-        if not chunk.first:
-            self._give("gradient", action, x.grad, run)
 
     @torch.no_grad()
     def _weight_grads(self, action: Action, run: _Run) -> None:
@@ -178,22 +199,20 @@ class Executor:
             run.posted[message] = self.p2p.irecv(
                 self.shape, self.dtype, message.source.rank, message.kind, message.target.chunk, message.microbatch)
 
-    def _take(self, kind: str, action: Action, run: _Run) -> torch.Tensor:
-        """The activation or gradient that `action` needs."""
-        message = received(action, self.rank, self.placement)
-        if message is None:
-            return run.local.pop((kind, action.chunk, action.microbatch))
+    def _take(self, kind: str, step: _Step, run: _Run) -> torch.Tensor:
+        """The activation or gradient that the action needs."""
+        if step.takes is None:
+            return run.local.pop((kind, step.action.chunk, step.action.microbatch))
         self._post(run)
         started = self.clock.stamp()
-        tensor = run.posted.pop(message).wait()
-        run.result.waits.append((action, started, self.clock.stamp()))
+        tensor = run.posted.pop(step.takes).wait()
+        run.result.waits.append((step.action, started, self.clock.stamp()))
         return tensor
 
-    def _give(self, kind: str, action: Action, tensor: torch.Tensor, run: _Run) -> None:
-        """Hand the result of `action` on: to another rank, or to another chunk of this one."""
-        message = sent(action, self.rank, self.placement)
-        if message is None:
-            neighbour = self.placement.next if kind == "activation" else self.placement.previous
-            run.local[kind, neighbour(self.rank, action.chunk).chunk, action.microbatch] = tensor
+    def _give(self, step: _Step, tensor: torch.Tensor, run: _Run) -> None:
+        """Hand the result of the action on: to another rank, or to another chunk of this one."""
+        if step.gives is None:
+            run.local[step.keeps] = tensor
         else:
-            self.p2p.send(tensor, message.target.rank, kind, message.target.chunk, action.microbatch)
+            kind, _, target, microbatch = step.gives
+            self.p2p.send(tensor, target.rank, kind, target.chunk, microbatch)

@@ -3,6 +3,8 @@
 import functools
 import itertools
 import platform
+import subprocess
+import time
 
 import pytest
 import torch
@@ -333,6 +335,31 @@ def mail(rank, size):
 
 def test_a_mailbox_goes_round(pool):
     pool.run(mail, 2, 2)
+
+
+def asleep(rank, size):
+    """A sleeping receiver is woken by the message it waits for, not by another; and by the end of its sender."""
+    box = Mailbox.connect(rank, size, dist.group.WORLD)
+    tensor = torch.zeros(3)
+    if rank == 1:
+        for number in (5, 6):
+            time.sleep(0.05)
+            box.send(torch.full((3,), float(number)), 0, number)
+    else:
+        began, used = time.perf_counter(), time.process_time()
+        box.receive(tensor, 1, 6)
+        assert (tensor == 6).all() and time.perf_counter() - began > 0.04
+        assert time.process_time() - used < 0.04  # no spinning
+        with subprocess.Popen(["true"]) as ended:
+            ended.wait()
+        box.pids = [ended.pid] * size
+        with pytest.raises(RuntimeError, match=r"waited for ranks \[1\] of its axis, whose processes have ended"):
+            box.receive(tensor, 1, 7)
+    dist.barrier()
+
+
+def test_a_mailbox_sleeps(pool):
+    pool.run(asleep, 2, 2)
 
 
 def test_pipeline_messages_are_paired_by_name(pool):

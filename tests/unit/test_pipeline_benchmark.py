@@ -6,6 +6,8 @@ import pytest
 from benchmarks import pipeline_bubble
 from benchmarks.contenders import PIPELINES, pipelines
 from benchmarks.modelled import TORCH, Case, rank_steps
+from benchmarks.peers.spec import SHAPES
+from benchmarks.stage_balance import balance_rows, balance_text
 
 MS = (0.001, 0.001, 0.001)
 
@@ -35,4 +37,11 @@ def test_bubble_is_what_ranks_do_nothing_in():
 def test_rows_cut_the_model_alike():
     for contender in pipelines(list(PIPELINES), heap=False):
         name = contender.name.split()[1]
-        assert sum(PIPELINES[name][2]) == 8
+        assert name == "auto" or sum(PIPELINES[name][2]) == 8
+
+
+def test_stages_are_timed_beside_their_predictions(pool):
+    rows = sum(pool.run(balance_rows, 2, 2, "tiny", "fp32", "zbv", 1), [])
+    assert sorted(row["stage"] for row in rows) == [0, 1, 2, 3] and sum(row["layers"] for row in rows) == SHAPES["tiny"].layers
+    assert all(row["predicted_ms"] > 0 and row["measured_ms"] > 0 for row in rows)
+    assert len(balance_text(rows).splitlines()) == 5
