@@ -21,24 +21,32 @@ AT_LEAST_ONE = (
     "ddp_bucket_size "
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
-    "log_interval"
+    "log_interval loss_scale_window hysteresis max_consecutive_skips fp8_amax_history_len"
 ).split()
 AT_LEAST_ZERO = (
-    "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed".split()
+    "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed fp8_margin".split()
 )
 ABOVE_ZERO = (
     "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
-    "norm_epsilon init_method_std adam_eps distributed_timeout_minutes exit_duration_in_mins peak_tflops"
+    "norm_epsilon init_method_std adam_eps distributed_timeout_minutes exit_duration_in_mins peak_tflops "
+    "loss_scale initial_loss_scale min_loss_scale"
 ).split()
 SHARES = (
     "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
 )
 
 UNEVEN = "one makes all stages equal, the other does not (--num-virtual-stages-per-pipeline-rank goes with it)"
+CONSTANT = "the scale is constant or dynamic"
 
 # Flags that exclude each other, and what each of them means.
 CONFLICTS = (
     ("bf16", "fp64", "a run has one precision"),
+    ("bf16", "fp16", "a run has one precision"),
+    ("fp16", "fp64", "a run has one precision"),
+    ("loss_scale", "initial_loss_scale", CONSTANT),
+    ("loss_scale", "min_loss_scale", CONSTANT),
+    ("loss_scale", "loss_scale_window", CONSTANT),
+    ("loss_scale", "hysteresis", CONSTANT),
     ("train_iters", "train_samples", "both set the length of the run"),
     ("lr_decay_iters", "lr_decay_samples", "both set the length of the decay"),
     ("lr_warmup_iters", "lr_warmup_samples", "both set the length of the warm-up"),
@@ -63,7 +71,13 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
      "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
      lambda s: s.pipeline_model_parallel_size == 1, "needs --pipeline-model-parallel-size above 1"),
-    ("no_overlap_grad_reduce", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
+    ("grad_reduce_dtype", lambda s: s.fp64, "--fp64 gradients travel in fp64"),
+    ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", lambda s: not s.fp16,
+     "needs --fp16; bf16 reaches as far as fp32"),
+    ("fp8_recipe fp8_amax_history_len fp8_margin first_last_layers_bf16", lambda s: s.fp8_format is None,
+     "needs --fp8-format"),
+    ("fp8_amax_history_len", lambda s: s.fp8_recipe != "delayed", "needs --fp8-recipe delayed"),
+    ("no_overlap_grad_reduce grad_reduce_dtype", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
      lambda s: s.position_embedding_type != "rope", "needs --position-embedding-type rope"),
     ("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position",

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,6 +62,7 @@ class _Run:
     receives: deque[Message]
     posted: dict[Message, object] = field(default_factory=dict)
     local: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)  # handed over between chunks of this rank
+    scale: float = 1.0
     live: dict[tuple[int, int], tuple[torch.Tensor, GradientEdge]] = field(default_factory=dict)
     queued: dict[tuple[int, int], list] = field(default_factory=dict)  # weight gradients between B and W
 
@@ -74,12 +75,16 @@ class Executor:
         self.chunks, self.placement, self.rank, self.p2p = chunks, placement, rank, p2p
         self.shape, self.dtype, self.device = shape, dtype, device
 
-    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch]) -> Result:
-        """Forward and backward of a step; gradients land in the parameters' `main_grad`."""
+    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], scale: float = 1.0,
+            watch: Callable[[Action, Result], None] | None = None) -> Result:  # fmt: skip
+        """Forward and backward of a step; gradients, times `scale`, land in the parameters' `main_grad`.
+
+        `watch` is called after every action.
+        """
         started = time.perf_counter()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         messages = (received(action, self.rank, self.placement) for action in actions)
-        run = _Run(microbatches, Result(zero, zero.clone()), deque(m for m in messages if m))
+        run = _Run(microbatches, Result(zero, zero.clone()), deque(m for m in messages if m), scale=scale)
         for action in actions:
             self._post(run)
             if action.kind == "F":
@@ -88,6 +93,8 @@ class Executor:
                 self._weight_grads(action, run)
             else:
                 self._backward(action, run)
+            if watch is not None:
+                watch(action, run.result)
             if self.p2p is not None:
                 self.p2p.sweep()
         if self.p2p is not None:
@@ -117,12 +124,12 @@ class Executor:
             self._give("activation", action, out.detach(), run)
 
     def _backward(self, action: Action, run: _Run) -> None:
-        """B or BW. The last stage starts from dloss = 1: the division by the token count comes at the end of the step."""
+        """B or BW. The last stage starts from dloss = the loss scale: divisions come at the end of the step."""
         chunk = self.chunks[action.chunk]
         x, edge = run.live.pop((action.chunk, action.microbatch))
         if chunk.last:
             exact = torch.promote_types(self.dtype, torch.float32)
-            grad = torch.ones((), dtype=exact, device=self.device)
+            grad = torch.full((), run.scale, dtype=exact, device=self.device)
         else:
             grad = self._take("gradient", action, run)
         chunk.wgrad_queue.deferring = action.kind == "B"

@@ -7,6 +7,7 @@ import torch
 from megatron_lite.comm.mesh import Mesh
 from megatron_lite.config import Config
 from megatron_lite.models.transformer import TransformerStage
+from megatron_lite.parallel.fp8 import Fp8Recipe
 from megatron_lite.parallel.tensor import TensorParallel
 from megatron_lite.planner.pipeline import Pipeline
 
@@ -15,6 +16,9 @@ def build_chunks(config: Config, mesh: Mesh, pipeline: Pipeline) -> list[Transfo
     """This rank's chunks, in chunk order, uninitialised."""
     parallel, model = config.parallel, config.model
     dtype = getattr(torch, config.precision.dtype_name)
-    tp = TensorParallel(mesh.tp, parallel.sequence_parallel and mesh.tp.size > 1, dtype, mesh.device)
+    tp = TensorParallel(mesh.tp, parallel.sequence_parallel and mesh.tp.size > 1, dtype, mesh.device,
+                        Fp8Recipe.of(config.precision))  # fmt: skip
     vocab = config.data.vocab_size, config.padded_vocab_size
-    return [TransformerStage(model, *vocab, chunk.layers, chunk.first, chunk.last, tp) for chunk in pipeline.chunks(mesh.pp.rank)]
+    plain = {0, model.num_layers - 1} if config.precision.first_last_layers_bf16 else set()
+    return [TransformerStage(model, *vocab, chunk.layers, chunk.first, chunk.last, tp, plain)
+            for chunk in pipeline.chunks(mesh.pp.rank)]  # fmt: skip

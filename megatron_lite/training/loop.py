@@ -19,9 +19,7 @@ from megatron_lite.training.logging import Interval, Sinks, evaluation_lines, lo
 from megatron_lite.training.setup import Trainer
 from megatron_lite.training.signals import StopSignal
 from megatron_lite.training.state import Progress, save
-from megatron_lite.training.step import train_step
-
-MAX_SKIPS = 10  # steps without an update in a row: NaN weights do not heal
+from megatron_lite.training.step import StepReport, train_step
 
 
 class TrainingError(ReportedError):
@@ -76,10 +74,11 @@ class Run:
     def _step(self, loader: BatchLoader) -> None:
         started = time.perf_counter()
         iteration, consumed = self.progress.iteration, self.progress.consumed_samples
-        report = train_step(self.trainer, loader.next_step(), iteration, consumed)
+        report = train_step(self.trainer, loader.next_step(), iteration, self.progress.scheduled_samples)
         seconds = time.perf_counter() - started
-        wandb_id = self.sinks.wandb_id or self.progress.wandb_id
-        self.progress = Progress(iteration + 1, consumed + self.config.train.global_batch_size, wandb_id)
+        wandb_id, batch = self.sinks.wandb_id or self.progress.wandb_id, self.config.train.global_batch_size
+        skipped = self.progress.skipped_samples + (0 if report.stepped else batch)
+        self.progress = Progress(iteration + 1, consumed + batch, wandb_id, skipped)
         self.interval.add(report, seconds, loader.take_wait_seconds())
         every = self.config.logging.log_interval
         if self.progress.iteration % every == 0 or self.progress.iteration in (1, self.config.train.train_iters):
@@ -87,11 +86,19 @@ class Run:
             metrics = self.interval.metrics(self.progress.iteration, self.progress.consumed_samples, norm)
             self.say(log_line(metrics))
             self.sinks.write_metrics(metrics)
-        if self.interval.skipped_in_a_row >= MAX_SKIPS:
+        if report.fault is not None:
+            self._skipped(report)
+
+    def _skipped(self, report: StepReport) -> None:
+        """Say where the first of some skipped steps went wrong; end the run when there are too many in a row."""
+        number, most, last = self.interval.skipped_in_a_row, self.config.train.max_consecutive_skips, self.progress.iteration
+        if number == 1:
+            self.say(f"iteration {last} is skipped: {report.fault}")
+        if number >= most:
             raise TrainingError(
-                f"iterations {iteration + 2 - MAX_SKIPS} to {iteration + 1} had no finite gradient (last loss {report.loss}, "
-                f"norm {report.grad_norm}): stopping without saving; the last checkpoint is untouched. A smaller --lr, or "
-                "--clip-grad, may help")
+                f"iterations {last + 1 - most} to {last} had no finite gradient (last loss {report.loss}, norm "
+                f"{report.grad_norm}; {report.fault}): stopping without saving, as --max-consecutive-skips {most} says; "
+                "the last checkpoint is untouched. A smaller --lr, or --clip-grad, may help")
 
     def _params_norm(self) -> float:
         return float(square_sum(self.trainer.engine.buckets, "param", self.trainer.mesh.tp_pp).sqrt())

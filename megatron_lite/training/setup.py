@@ -15,6 +15,8 @@ from megatron_lite.models.compiled import compile_elementwise
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.ddp import GradientEngine
+from megatron_lite.optim.scaler import LossScale, LossScaler
+from megatron_lite.parallel.fp8 import require_fp8
 from megatron_lite.pipeline.executor import Executor
 from megatron_lite.pipeline.stage import build_chunks
 from megatron_lite.planner.pipeline import pipeline_of
@@ -32,6 +34,8 @@ class Trainer:
     optimizer: Optimizer
     executor: Executor
     actions: list[Action]
+    scaler: LossScaler
+    loss_scale: LossScale  # of the next step
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
@@ -46,13 +50,15 @@ def num_microbatches(config: Config, dp: int) -> int:
 
 def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     """Model with its initial weights, buffers, optimizer and executor of this rank."""
+    require_fp8(config.precision, mesh.device)
     model, train, pipeline = config.model, config.train, pipeline_of(config)
     chunks = [chunk.initialise(train.seed) for chunk in build_chunks(config, mesh, pipeline)]
     if train.compile:
         for chunk in chunks:
             compile_elementwise(chunk)
     engine = GradientEngine(chunks, mesh.dp_cp, mesh.tp, mesh.embedding, not config.parallel.no_overlap_grad_reduce,
-                            config.parallel.ddp_bucket_size)  # fmt: skip
+                            config.parallel.ddp_bucket_size,
+                            torch.bfloat16 if config.parallel.grad_reduce_dtype == "bf16" else None)  # fmt: skip
     optimizer = Optimizer(engine.buckets, config.optimizer)
     tp = chunks[0].tp
     length = model.seq_length // (mesh.tp.size if tp.sequence_parallel else 1)
@@ -60,7 +66,8 @@ def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, (length, train.micro_batch_size, model.hidden_size),
                         tp.dtype, mesh.device)  # fmt: skip
     schedule = pipeline.actions(num_microbatches(config, mesh.dp.size))
-    return Trainer(config, mesh, chunks, engine, optimizer, executor, schedule[mesh.pp.rank])
+    scaler = LossScaler.of(config.precision)
+    return Trainer(config, mesh, chunks, engine, optimizer, executor, schedule[mesh.pp.rank], scaler, scaler.start())
 
 
 def peak_memory(device: torch.device) -> int:
