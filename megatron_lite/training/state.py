@@ -76,7 +76,7 @@ def save(trainer: Trainer, progress: Progress) -> Path:
         "consumed_samples": progress.consumed_samples,
         "skipped_samples": progress.skipped_samples,
         "optimizer_steps": trainer.optimizer.steps,
-        "loss_scale": stored(trainer.loss_scale),
+        "loss_scale": stored(trainer.loss_scale) if trainer.scaler.dynamic else None,
         "wandb_id": progress.wandb_id,
         "versions": {"megatron_lite": megatron_lite.__version__, "torch": torch.__version__,
                      "python": platform.python_version()},

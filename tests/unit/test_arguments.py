@@ -34,7 +34,6 @@ BAD = [
     ("--learning-rate 1", 1, ["--learning-rate 1: is not a flag"]),
     ("--adam-beta3 0.9", 1, ["did you mean", "--adam-beta1"]),
     ("-tp 2", 1, ["-tp 2: is not a flag here; use --tensor-model-parallel-size"]),
-    ("--fp16", 1, ["--fp16: is not a flag here; use --bf16"]),
     ("--transformer-impl local", 1, ["--transformer-impl local", "drop it"]),
     ("--lr abc", 1, ["--lr abc: is not a number"]),
     ("--seed 1e3", 1, ["--seed 1e3: is not a whole number; nearest value that works: 1000"]),
