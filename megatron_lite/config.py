@@ -105,6 +105,8 @@ class ParallelConfig:
     pipemare_correction_decay: float = flag(0.135, "D of pipemare's estimate of the forward's weights for the backward; 0: none")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first stage (default: an even split)", type=int)
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last stage (default: an even split)", type=int)
+    grad_reduce_dtype: str = flag("fp32", "what gradients travel as between data-parallel ranks; sums are in fp32 either way",
+        choices=("fp32", "bf16"), stands_for=("--grad-reduce-in-bf16", "bf16"))  # fmt: skip
     no_overlap_grad_reduce: bool = flag(False, "reduce gradients after the last backward instead of inside it")
     ddp_bucket_size: int | None = flag(None, "parameters per gradient bucket (default: one transformer layer each)", type=int)
     distributed_backend: str | None = flag(None, "nccl or gloo (default: nccl with CUDA, gloo without)", type=str,
@@ -152,11 +154,29 @@ class PrecisionConfig:
     """precision"""
 
     bf16: bool = flag(False, "bf16 weights and activations; fp32 master weights, moments and gradient sums")
+    fp16: bool = flag(False, "fp16 weights and activations, a loss scale; fp32 master weights, moments and gradient sums")
     fp64: bool = flag(False, "double precision throughout, for parity tests")
+    loss_scale: float | None = flag(None, "constant loss scale of --fp16 (default: a dynamic one)", type=float)
+    initial_loss_scale: float = flag(2.0**32, "dynamic loss scale: where it starts")
+    min_loss_scale: float = flag(1.0, "dynamic loss scale: it never falls below")
+    loss_scale_window: int = flag(1000, "dynamic loss scale: steps in a row without overflow after which it doubles")
+    hysteresis: int = flag(2, "dynamic loss scale: overflows before it is halved; renewed when it doubles")
+    fp8_format: str | None = flag(None, "linears of the layers multiply in 8 bits (with --bf16): e4m3 throughout, or hybrid: "
+        "gradients in e5m2", type=str, choices=("e4m3", "hybrid"))  # fmt: skip
+    fp8_recipe: str = flag("delayed", "scales from a tensor's last uses (delayed) or from itself (tensorwise)",
+        choices=("delayed", "tensorwise"))  # fmt: skip
+    fp8_amax_history_len: int = flag(1, "delayed scaling: uses whose largest value sets the scale")
+    fp8_margin: int = flag(0, "scales are lower by 2 to this power")
+    first_last_layers_bf16: bool = flag(False, "the first and the last layer do not multiply in 8 bits")
 
     @property
     def dtype_name(self) -> str:
-        return "bfloat16" if self.bf16 else "float64" if self.fp64 else "float32"
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
+
+    @property
+    def master_weights(self) -> bool:
+        """Whether the optimizer keeps fp32 weights beside 16-bit ones."""
+        return self.bf16 or self.fp16
 
 
 @dataclass(frozen=True)
@@ -184,6 +204,8 @@ class TrainConfig:
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", type=int)
     exit_interval: int | None = flag(None, "stop (and save) at iterations divisible by this", type=int)
     exit_duration_in_mins: float | None = flag(None, "stop (and save) after so many minutes", type=float)
+    max_consecutive_skips: int = flag(10, "steps in a row without a finite loss and gradient that end the run; "
+        "overflows for which --fp16 has a lower loss scale to try are not counted")  # fmt: skip
     eval_iters: int = flag(100, "batches per evaluation")
     eval_interval: int | None = flag(None, "iterations between evaluations (default: none)", type=int)
     seed: int = flag(1234, "seed of weights, data order and dropout")

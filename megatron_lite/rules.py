@@ -23,15 +23,17 @@ AT_LEAST_ONE = (
     "ddp_bucket_size "
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
-    "log_interval pipeline_drain_interval trace_start trace_steps"
+    "log_interval pipeline_drain_interval trace_start trace_steps loss_scale_window hysteresis max_consecutive_skips "
+    "fp8_amax_history_len"
 ).split()
 AT_LEAST_ZERO = (
     "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed "
-    "pipemare_annealing_iters"
+    "pipemare_annealing_iters fp8_margin"
 ).split()
 ABOVE_ZERO = (
     "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
-    "norm_epsilon init_method_std adam_eps pipeline_memory_limit distributed_timeout_minutes exit_duration_in_mins peak_tflops"
+    "norm_epsilon init_method_std adam_eps pipeline_memory_limit distributed_timeout_minutes exit_duration_in_mins peak_tflops "
+    "loss_scale initial_loss_scale min_loss_scale"
 ).split()
 SHARES = (
     "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction "
@@ -39,12 +41,19 @@ SHARES = (
 ).split()
 
 UNEVEN = "one makes all stages equal, the other does not (--num-virtual-stages-per-pipeline-rank goes with it)"
+CONSTANT = "the scale is constant or dynamic"
 
 FIXED = "one says how the layers are cut, the other leaves it to be found out"
 
 # Flags that exclude each other, and what each of them means.
 CONFLICTS = (
     ("bf16", "fp64", "a run has one precision"),
+    ("bf16", "fp16", "a run has one precision"),
+    ("fp16", "fp64", "a run has one precision"),
+    ("loss_scale", "initial_loss_scale", CONSTANT),
+    ("loss_scale", "min_loss_scale", CONSTANT),
+    ("loss_scale", "loss_scale_window", CONSTANT),
+    ("loss_scale", "hysteresis", CONSTANT),
     ("train_iters", "train_samples", "both set the length of the run"),
     ("lr_decay_iters", "lr_decay_samples", "both set the length of the decay"),
     ("lr_warmup_iters", "lr_warmup_samples", "both set the length of the warm-up"),
@@ -89,7 +98,13 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      f"needs an asynchronous pipeline: --pipeline-schedule {', '.join(ASYNCHRONOUS)}"),
     ("pipemare_annealing_iters pipemare_correction_decay",
      lambda s: s.pipeline_schedule != "pipemare" or s.pipeline_model_parallel_size == 1, "needs --pipeline-schedule pipemare"),
-    ("no_overlap_grad_reduce", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
+    ("grad_reduce_dtype", lambda s: s.fp64, "--fp64 gradients travel in fp64"),
+    ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", lambda s: not s.fp16,
+     "needs --fp16; bf16 reaches as far as fp32"),
+    ("fp8_recipe fp8_amax_history_len fp8_margin first_last_layers_bf16", lambda s: s.fp8_format is None,
+     "needs --fp8-format"),
+    ("fp8_amax_history_len", lambda s: s.fp8_recipe != "delayed", "needs --fp8-recipe delayed"),
+    ("no_overlap_grad_reduce grad_reduce_dtype", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
      lambda s: s.position_embedding_type != "rope", "needs --position-embedding-type rope"),
     ("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position",

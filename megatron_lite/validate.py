@@ -41,6 +41,7 @@ PP, GROUP = "pipeline_model_parallel_size", "microbatch_group_size_per_virtual_p
 SCHEDULE, FILE = "pipeline_schedule", "pipeline_schedule_file"
 CHUNKS, PER_CHUNK = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
 MICROBATCHES = 1 << 21  # that a pipeline message can tell apart (comm/p2p.py)
+FP8_MULTIPLE = 16  # parallel/fp8.py
 ENDS = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
 
@@ -49,7 +50,7 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
-    for rules in (_attention, _positions, _layout, _batch, _pipeline, _asynchronous, _rate, _warmup, _data):
+    for rules in (_attention, _positions, _layout, _batch, _pipeline, _asynchronous, _scale, _fp8, _rate, _warmup, _data):
         problems += rules(values)
     return problems
 
@@ -252,6 +253,34 @@ def _plans(s: Values, name: str, number: int) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _scale(s: Values) -> Iterator[Problem]:
+    first, least = s.initial_loss_scale, s.min_loss_scale
+    if s.fp16 and have(first, least) and least > first:
+        fix = nearest_values(min_loss_scale=[first], initial_loss_scale=[least])
+        yield about(s, "min_loss_scale initial_loss_scale", "the scale would start below its minimum", fix)
+
+
+def _fp8(s: Values) -> Iterator[Problem]:
+    """8-bit products are of bf16 models, and of matrices whose sides are multiples of 16."""
+    if s.fp8_format is None:
+        return
+    if not s.bf16:
+        yield about(s, "fp8_format", "what is not a product of 8 bits is in bf16", "add --bf16")
+    tp, heads = s.tensor_model_parallel_size, s.num_attention_heads
+    sizes = {"hidden_size": (s.hidden_size, 1), "ffn_hidden_size": (s.ffn_hidden_size, tp)}
+    if have(heads, s.kv_channels):
+        groups = (s.num_query_groups if s.group_query_attention else heads) or heads
+        sizes["num_attention_heads kv_channels"] = heads * s.kv_channels, tp
+        sizes["num_query_groups kv_channels"] = max(groups, tp or 1) * s.kv_channels, tp
+    if have(s.seq_length, s.micro_batch_size):
+        sizes["seq_length micro_batch_size"] = s.seq_length * s.micro_batch_size, 1
+    for names, (size, parts) in sizes.items():
+        if have(size, parts) and size % (FP8_MULTIPLE * parts):
+            over = f" over tp {parts}" if parts > 1 else ""
+            text = f"a side of {size}{over} is not a multiple of {FP8_MULTIPLE}, which 8-bit products need"
+            yield about(s, f"fp8_format {names}", text)
 
 
 def _rate(s: Values) -> Iterator[Problem]:

@@ -16,6 +16,11 @@ def owned_spans(bucket: FlatBucket) -> list[tuple[int, int]]:
     return bucket.spans(lambda param, box: box.owned and not param.shard.tied)
 
 
+def other_spans(bucket: FlatBucket) -> list[tuple[int, int]]:
+    """The copies that another rank counts."""
+    return bucket.spans(lambda param, box: not box.owned or param.shard.tied)
+
+
 def square_sum(buckets: list[FlatBucket], of: str, axis: Axis) -> torch.Tensor:
     """Sum of squares over all ranks of `axis` of the owned part of each bucket's `of` ("grad" or "param"): fp64 scalar.
 
@@ -26,6 +31,8 @@ def square_sum(buckets: list[FlatBucket], of: str, axis: Axis) -> torch.Tensor:
         flat = getattr(bucket, of)
         for start, end in owned_spans(bucket):
             total += _square_sum(flat[start:end])
+        for start, end in other_spans(bucket):
+            total += 0.0 * _square_sum(flat[start:end])  # nothing, or NaN if this rank's copy alone is not finite
     return comm.all_reduce(total, axis)
 
 

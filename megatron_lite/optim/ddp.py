@@ -56,7 +56,9 @@ class GradientEngine:
     """Owns the memory of a rank's chunks. `reduce_axis` is dp x cp; `mirror_axis` the two ranks that hold the same stages."""
 
     def __init__(self, chunks: list[TransformerStage], reduce_axis: Axis, tp_axis: Axis, embedding_axis: Axis,
-                 overlap: bool = True, bucket_size: int | None = None, mirror_axis: Axis | None = None):  # fmt: skip
+                 overlap: bool = True, bucket_size: int | None = None, mirror_axis: Axis | None = None,
+                 wire_dtype: torch.dtype | None = None):  # fmt: skip
+        self.wire_dtype = wire_dtype  # what gradients travel as between data-parallel ranks; None: as they are
         self.axis, self.tp_axis, self.embedding_axis, self.overlap = reduce_axis, tp_axis, embedding_axis, overlap
         self.buckets: list[FlatBucket] = []
         self._owner: dict[nn.Parameter, FlatBucket] = {}
@@ -101,13 +103,13 @@ class GradientEngine:
         bucket = self._owner[param]
         bucket.arrived += 1
         if bucket.arrived == bucket.expected and self.overlap:
-            bucket.reduction = comm.start_all_reduce(bucket.grad, self.axis)
+            bucket.reduction = comm.start_all_reduce(bucket.grad, self.axis, wire_dtype=self.wire_dtype)
 
     def finish(self) -> None:
         """After the last backward: gradients are complete sums over dp x cp, mirror ranks, tp copies and tied copies."""
         for bucket in self.buckets:
             if bucket.reduction is None:
-                bucket.reduction = comm.start_all_reduce(bucket.grad, self.axis)
+                bucket.reduction = comm.start_all_reduce(bucket.grad, self.axis, wire_dtype=self.wire_dtype)
         for bucket in self.buckets:
             bucket.reduction.wait()
             bucket.reduction = comm.start_all_reduce(bucket.grad, self.mirror_axis)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -65,12 +64,14 @@ class Result:
         return self.clock.between(self.started, self.ended)
 
 
-class Watch(Protocol):
-    """Acts between the actions of a run: an asynchronous pipeline changes weights there."""
+class Watch:
+    """Acts between the actions of a run: an asynchronous pipeline changes weights there, a search for faults looks."""
 
-    def before(self, action: Action) -> None: ...
+    def before(self, action: Action) -> None:
+        """About to run `action`."""
 
-    def after(self, action: Action, result: Result) -> None: ...
+    def after(self, action: Action, result: Result) -> None:
+        """`action` has run."""
 
 
 @dataclass
@@ -82,6 +83,7 @@ class _Run:
     receives: deque[Message]
     posted: dict[Message, object] = field(default_factory=dict)
     local: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)  # handed over between chunks of this rank
+    scale: float = 1.0
     live: dict[tuple[int, int], tuple[torch.Tensor, GradientEdge]] = field(default_factory=dict)
     queued: dict[tuple[int, int], list] = field(default_factory=dict)  # weight gradients between B and W
 
@@ -96,13 +98,15 @@ class Executor:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.clock, self.recorder = recorder.clock if recorder else clock_of(device), recorder
 
-    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], watch: Watch | None = None) -> Result:
-        """Forward and backward of a step; gradients land in the parameters' `main_grad`. `watch` acts between actions."""
+    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], scale: float = 1.0,
+            watch: Watch | None = None) -> Result:  # fmt: skip
+        """Forward and backward of a step; gradients, times `scale`, land in the parameters' `main_grad`. `watch` acts between
+        actions."""
         started = self.clock.stamp()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         messages = (received(action, self.rank, self.placement) for action in actions)
         result = Result(zero, zero.clone(), clock=self.clock, started=started)
-        run = _Run(microbatches, result, deque(m for m in messages if m))
+        run = _Run(microbatches, result, deque(m for m in messages if m), scale=scale)
         recorder = self.recorder if self.recorder and self.recorder.recording else None
         for action in actions:
             begun = self.clock.stamp() if recorder else None
@@ -150,12 +154,12 @@ class Executor:
             self._give("activation", action, out.detach(), run)
 
     def _backward(self, action: Action, run: _Run) -> None:
-        """B or BW. The last stage starts from dloss = 1: the division by the token count comes at the end of the step."""
+        """B or BW. The last stage starts from dloss = the loss scale: divisions come at the end of the step."""
         chunk = self.chunks[action.chunk]
         x, edge = run.live.pop((action.chunk, action.microbatch))
         if chunk.last:
             exact = torch.promote_types(self.dtype, torch.float32)
-            grad = torch.ones((), dtype=exact, device=self.device)
+            grad = torch.full((), run.scale, dtype=exact, device=self.device)
         else:
             grad = self._take("gradient", action, run)
         chunk.wgrad_queue.deferring = action.kind == "B"

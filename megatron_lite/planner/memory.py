@@ -3,7 +3,7 @@
 State per parameter held by the rank, in bytes (ZeRO stage 0):
 
             weight  gradient sum  fp32 master  Adam moments   together
-    bf16       2          4            4             8            18
+    16 bits    2          4            4             8            18
     fp32       4          4            -             8            16
     fp64       8          8            -            16            32         (SGD keeps one moment instead of two)
 
@@ -36,10 +36,10 @@ from megatron_lite.planner.pipeline import Chunk, Pipeline, pipeline_of
 from megatron_lite.schedules.actions import Action
 from megatron_lite.schedules.check import peak_live
 
-ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-EXACT_BYTES = {"bfloat16": 4, "float32": 4, "float64": 8}  # gradient sums, master weights, each moment
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+EXACT_BYTES = {"bfloat16": 4, "float16": 4, "float32": 4, "float64": 8}  # gradient sums, master weights, each moment
 MASK_BYTES = 1  # of a dropout mask
-BLOCK_ROWS = {"bfloat16": 128, "float32": 64, "float64": 64}  # block-causal attention, see models/attention.py
+BLOCK_ROWS = {"bfloat16": 128, "float16": 128, "float32": 64, "float64": 64}  # block-causal attention, see models/attention.py
 KEEP_PROBABILITIES_UP_TO = 2048  # tokens, likewise
 
 
@@ -66,7 +66,7 @@ def state_bytes(config: Config) -> tuple[int, int, int]:
     dtype = config.precision.dtype_name
     exact = EXACT_BYTES[dtype]
     moments = 2 if config.optimizer.optimizer == "adam" else 1
-    master = exact if config.precision.bf16 else 0
+    master = exact if config.precision.master_weights else 0
     return ELEMENT_BYTES[dtype], exact, master + moments * exact
 
 

@@ -15,6 +15,8 @@ from megatron_lite.models.compiled import compile_elementwise
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.ddp import GradientEngine
+from megatron_lite.optim.scaler import LossScale, LossScaler
+from megatron_lite.parallel.fp8 import require_fp8
 from megatron_lite.pipeline.executor import Executor
 from megatron_lite.pipeline.recorder import Recorder, clock_of
 from megatron_lite.pipeline.stage import build_chunks
@@ -36,6 +38,8 @@ class Trainer:
     executor: Executor
     actions: list[Action]
     settled: Settled  # the pipeline, and why it is this one
+    scaler: LossScaler
+    loss_scale: LossScale  # of the next step
     recorder: Recorder | None = None  # with --trace-dir
 
 
@@ -55,6 +59,7 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
 
     `costs` are what an automatic pipeline is chosen by; without them they are measured here.
     """
+    require_fp8(config.precision, mesh.device)
     model, train = config.model, config.train
     length = model.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
     shape = (length, train.micro_batch_size, model.hidden_size)
@@ -67,12 +72,13 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
         for chunk in chunks:
             compile_elementwise(chunk)
     engine = GradientEngine(chunks, mesh.dp_cp, mesh.tp, mesh.embedding, not config.parallel.no_overlap_grad_reduce,
-                            config.parallel.ddp_bucket_size, mesh.mirror)  # fmt: skip
+                            config.parallel.ddp_bucket_size, mesh.mirror,
+                            torch.bfloat16 if config.parallel.grad_reduce_dtype == "bf16" else None)  # fmt: skip
     optimizer = Optimizer(engine.buckets, config.optimizer)
     recorder = Recorder(clock_of(mesh.device)) if config.logging.trace_dir else None
     executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device, recorder)
-    actions = pipeline.actions(m)[mesh.pp.rank]
-    return Trainer(config, mesh, chunks, engine, optimizer, executor, actions, settled, recorder)
+    actions, scaler = pipeline.actions(m)[mesh.pp.rank], LossScaler.of(config.precision)
+    return Trainer(config, mesh, chunks, engine, optimizer, executor, actions, settled, scaler, scaler.start(), recorder)
 
 
 def peak_memory(device: torch.device) -> int:
