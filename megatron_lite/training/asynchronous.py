@@ -37,7 +37,6 @@ from megatron_lite.schedules.asynchronous import annealed, delay, last_uses, wei
 from megatron_lite.training.setup import Trainer
 from megatron_lite.training.step import StepReport, with_keys
 
-
 UNKNOWN = "on some stage; in an asynchronous pipeline the place is not looked for, as its weights have changed since"
 
 
