@@ -12,12 +12,18 @@
 In the column backward the communication of the input gradient starts before the weight-gradient GEMM and is waited on
 after it; with sequence parallel the input is gathered again behind the input-gradient GEMM, so only the cut input is kept.
 
+For recomputation (recompute.py) a linear can be told
+    again     how to make its input anew, instead of keeping it
+    replay    that its backward follows at once: a column linear then keeps the gathered input, a row linear leaves out its
+              product and the sum over tp, since no output is needed
+
 Shapes: s sequence, b micro-batch, h hidden. Source: Shoeybi et al. 2019 (arXiv 1909.08053), Korthikanti et al. 2022
 (arXiv 2205.05198).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +33,8 @@ from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Axis
 from megatron_lite.parallel.shard import Box, Init, Shard, cut, parameter, whole
 from megatron_lite.parallel.wgrad import give
+
+Again = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,17 +66,20 @@ def give_bias_grad(bias: nn.Parameter, dy: torch.Tensor) -> None:
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool):
+    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool, again: Again | None, replay: bool):
         ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel = weight, bias, axis, sequence_parallel
-        ctx.save_for_backward(x)  # the cut input: [s/tp, b, h] under sequence parallel
+        ctx.again, ctx.gathered = again, replay
         whole_x = comm.all_gather(x, axis) if sequence_parallel else x  # [s, b, h]
+        if again is None:
+            ctx.save_for_backward(whole_x if replay else x)  # the cut input: [s/tp, b, h] under sequence parallel
         return nn.functional.linear(whole_x, weight, bias)  # [s, b, out/tp]
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
+        x = _kept_input(ctx)
         axis, weight, bias = ctx.axis, ctx.weight, ctx.bias
-        gather = comm.start_all_gather(x, axis) if ctx.sequence_parallel and weight.requires_grad else None
+        cut_x = ctx.sequence_parallel and not ctx.gathered
+        gather = comm.start_all_gather(x, axis) if cut_x and weight.requires_grad else None
         dx = dy @ weight if ctx.needs_input_grad[0] else None  # [s, b, h], a partial sum over tp
         if gather is not None:
             x = gather.wait()
@@ -79,21 +90,33 @@ class _ColumnLinear(torch.autograd.Function):
             give_weight_grad(weight, x, dy)
         if bias is not None and bias.requires_grad:
             give_bias_grad(bias, dy)
-        return (None if reduce is None else reduce.wait()), None, None, None, None
+        return (None if reduce is None else reduce.wait()), None, None, None, None, None, None
+
+
+def _kept_input(ctx) -> torch.Tensor:
+    """A linear's input in its backward: kept, or made again. The call goes at once, and with it what it holds."""
+    if ctx.again is None:
+        return ctx.saved_tensors[0]
+    again, ctx.again = ctx.again, None
+    return again()
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool):
-        ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel = weight, bias, axis, sequence_parallel
-        ctx.save_for_backward(x)  # [s, b, in/tp]
+    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool, again: Again | None, replay: bool):
+        ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel, ctx.again = weight, bias, axis, sequence_parallel, again
+        if again is None:
+            ctx.save_for_backward(x)  # [s, b, in/tp]
+        if replay:
+            length = x.shape[0] // (axis.size if sequence_parallel else 1)
+            return x.new_zeros(()).expand(length, x.shape[1], weight.shape[0])
         y = nn.functional.linear(x, weight)  # [s, b, out], a partial sum over tp
         y = comm.reduce_scatter(y, axis) if sequence_parallel else comm.all_reduce(y, axis)
         return y if bias is None else y.add_(bias)  # after the sum: once, not tp times
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
+        x = _kept_input(ctx)
         weight, bias = ctx.weight, ctx.bias
         if bias is not None and bias.requires_grad:
             give_bias_grad(bias, dy)
@@ -101,12 +124,13 @@ class _RowLinear(torch.autograd.Function):
         dx = whole_dy @ weight if ctx.needs_input_grad[0] else None  # [s, b, in/tp]
         if weight.requires_grad:
             give_weight_grad(weight, x, whole_dy)
-        return dx, None, None, None, None
+        return dx, None, None, None, None, None, None
 
 
-def column_linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> torch.Tensor:
+def column_linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel,
+                  again: Again | None = None, replay: bool = False) -> torch.Tensor:  # fmt: skip
     """x W_r^T + b_r with this rank's rows.   x [s/tp or s, b, in] -> [s, b, out/tp]"""
-    return _ColumnLinear.apply(x, weight, bias, tp.axis, tp.sequence_parallel)
+    return _ColumnLinear.apply(x, weight, bias, tp.axis, tp.sequence_parallel, again, replay)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -126,8 +150,8 @@ class ColumnParallelLinear(nn.Module):
             shard = Shard(f"{name}.bias", bias_boxes, Init("zeros"), decay=False)
             self.bias = parameter((rows,), shard, tp.dtype, tp.device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return column_linear(x, self.weight, self.bias, self.tp)
+    def forward(self, x: torch.Tensor, again: Again | None = None, replay: bool = False) -> torch.Tensor:
+        return column_linear(x, self.weight, self.bias, self.tp, again, replay)
 
 
 class RowParallelLinear(nn.Module):
@@ -144,8 +168,8 @@ class RowParallelLinear(nn.Module):
         self.weight = parameter(box.length, Shard(box.name, (box,), init, decay=True), tp.dtype, tp.device)
         self.bias = replicated_vector(f"{name}.bias", out_features, "zeros", tp) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _RowLinear.apply(x, self.weight, self.bias, self.tp.axis, self.tp.sequence_parallel)
+    def forward(self, x: torch.Tensor, again: Again | None = None, replay: bool = False) -> torch.Tensor:
+        return _RowLinear.apply(x, self.weight, self.bias, self.tp.axis, self.tp.sequence_parallel, again, replay)
 
 
 def replicated_vector(name: str, size: int, kind: str, tp: TensorParallel, partial: bool | None = None) -> nn.Parameter:

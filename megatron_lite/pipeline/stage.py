@@ -17,4 +17,5 @@ def build_chunks(config: Config, mesh: Mesh, pipeline: Pipeline) -> list[Transfo
     dtype = getattr(torch, config.precision.dtype_name)
     tp = TensorParallel(mesh.tp, parallel.sequence_parallel and mesh.tp.size > 1, dtype, mesh.device)
     vocab = config.data.vocab_size, config.padded_vocab_size
-    return [TransformerStage(model, *vocab, chunk.layers, chunk.first, chunk.last, tp) for chunk in pipeline.chunks(mesh.pp.rank)]
+    return [TransformerStage(model, *vocab, chunk.layers, chunk.first, chunk.last, tp, config.activations)
+            for chunk in pipeline.chunks(mesh.pp.rank)]  # fmt: skip
