@@ -41,7 +41,7 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
-    for rules in (_attention, _positions, _layout, _batch, _pipeline, _rate, _warmup, _data):
+    for rules in (_attention, _positions, _layout, _batch, _pipeline, _activations, _rate, _warmup, _data):
         problems += rules(values)
     return problems
 
@@ -170,6 +170,20 @@ def _pipeline(s: Values) -> Iterator[Problem]:
         named = [SCHEDULE, *(name for name in (CHUNKS, PER_CHUNK) if getattr(s, name))]
         for text in pipeline.problems(batch // each):
             yield about(s, " ".join(named), text.split(": ", 1)[-1])
+
+
+def _activations(s: Values) -> Iterator[Problem]:
+    """No more layers recomputed or offloaded than the largest chunk has."""
+    if not have(s.num_layers, s.pipeline_model_parallel_size) or s.num_layers > FARTHEST:
+        return
+    try:
+        most = max(map(len, _plan(s).layers))
+    except ValueError:
+        return  # no stages: _pipeline says why
+    for name in ("recompute_num_layers", "cpu_offloading_num_layers"):
+        if (getattr(s, name) or 0) > most:
+            text = f"no chunk has more than {most} layer{'s' if most > 1 else ''}"
+            yield about(s, name, text, nearest_values(**{name: [most]}))
 
 
 def _no_plan(s: Values, why: str) -> Problem:

@@ -20,6 +20,12 @@ intermediate values. /t: cut over tp.
 
 At e = 2, f = 4h, GELU and dropout these are the formulas of Korthikanti et al. 2022 with flash attention, s b h 34 for
 one rank, s b h (10 + 24 / t) with tp, s b h 34 / t with sequence parallelism.
+Recomputation (megatron_lite/recompute.py), per layer:
+    core_attn       attention's row above goes, and the q/k norms' inputs: the QKV linear's output stands for Q, K and V
+    layernorm       4h -> 2h: the inputs of the linears behind the norms
+    mlp_act         2f -> f, with SwiGLU 3f -> 2f
+    full            e s b h, over t with sequence parallelism, per unit; and once all of a unit, while its backward runs
+
 First stage: the mask of the embedding's dropout. Last stage: inputs of the final norm and of the output layer, and the
 logits (their gradient takes their place). All of it as often as the schedule keeps microbatches alive: a rank's peak is
 counted along its list of actions, where every chunk's forward adds what that chunk keeps and its weight gradient frees it.
@@ -28,10 +34,12 @@ Left out: work space within one operation.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_lite.config import Config
 from megatron_lite.planner.params import rank_parameters
 from megatron_lite.planner.pipeline import Chunk, pipeline_of
+from megatron_lite.planner.recompute import KEPT, OFFLOADED, Span, spans
 from megatron_lite.schedules.actions import Action
 from megatron_lite.schedules.check import peak_live
 
@@ -74,23 +82,68 @@ def attention_core(config: Config) -> str:
     return "block" if config.model.attention_dropout or config.parallel.distributed_backend == "gloo" else "flash"
 
 
-def layer_activation_bytes(config: Config, core: str | None = None) -> int:
-    """Bytes that one transformer layer keeps of one microbatch for its backward, on one tp rank."""
+def layer_activation_bytes(config: Config, core: str | None = None, modules: tuple[str, ...] | None = None) -> int:
+    """Bytes that one transformer layer keeps of one microbatch for its backward, on one tp rank.
+
+    `modules` are recomputed: those of --recompute-modules, unless others are given.
+    """
     model, tp = config.model, config.parallel.tp
+    modules = config.activations.modules if modules is None else modules
     tokens = model.seq_length * config.train.micro_batch_size
     e = ELEMENT_BYTES[config.precision.dtype_name]
-    whole = tokens * (e * 4 * model.hidden_size + 2 * _norm_bytes(config))
+    wide = 2 if "layernorm" in modules else 4  # inputs of the norms, and of the linears behind them
+    whole = tokens * (e * wide * model.hidden_size + 2 * _norm_bytes(config))
     if model.hidden_dropout:
         whole += tokens * 2 * model.hidden_size * MASK_BYTES
     if config.parallel.sequence_parallel:
         whole //= tp
+    mlp = (3 if model.swiglu else 2) - ("mlp_act" in modules)
+    kept = e * mlp * model.ffn_hidden_size // tp
+    return whole + tokens * (kept + _attention_bytes(config, core or attention_core(config), "core_attn" in modules))
+
+
+def _attention_bytes(config: Config, core: str, recomputed: bool) -> int:
+    """What attention keeps per token: Q, K, V, its output, and what the core needs. Recomputed, the output of the QKV
+    linear takes the place of Q, K and V, and the rest is gone but for the output."""
+    model, tp = config.model, config.parallel.tp
     heads, kv_heads = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
     fused = heads + 2 * kv_heads  # the core keeps Q, K and V of its own; the QKV linear's output goes, but for q/k norms
-    attention = (fused + heads + (fused if model.qk_layernorm else 0)) * model.head_dim
-    kept = e * (attention + (3 if model.swiglu else 2) * model.ffn_hidden_size // tp)
-    if model.qk_layernorm:
+    with_norms = model.qk_layernorm and not recomputed
+    kept = (fused + heads + (fused if with_norms else 0)) * model.head_dim * ELEMENT_BYTES[config.precision.dtype_name]
+    if with_norms:
         kept += _norm_bytes(config) * (heads + kv_heads)
-    return whole + tokens * (kept + heads * _attention_bytes(config, core or attention_core(config)))
+    return kept if recomputed else kept + heads * _core_bytes(config, core)
+
+
+class Kept(NamedTuple):
+    """Bytes of activations of one microbatch, of some layers or a chunk."""
+
+    forward: int  # from the forward on
+    running: int  # more while its backward runs
+    waiting: int  # more from B to W, where a schedule splits the backward
+
+
+def span_bytes(config: Config, span: Span, core: str | None = None) -> Kept:
+    """What neighbouring layers keep. Recomputed: their input, and in their backward all that they keep otherwise; under
+    sequence parallelism the last of them then holds the gathered inputs of two linears. Offloaded: nothing on the device,
+    and then two layers at a time."""
+    layers, model, tp = span.stop - span.start, config.model, config.parallel.tp
+    full = layers * layer_activation_bytes(config, core)
+    if span.treatment == OFFLOADED:
+        return Kept(0, 2 * full, full)
+    if span.treatment == KEPT:
+        return Kept(full, 0, 0)
+    wide = model.seq_length * config.train.micro_batch_size * model.hidden_size * ELEMENT_BYTES[config.precision.dtype_name]
+    cut = wide // tp if config.parallel.sequence_parallel else wide
+    more = full - cut + 2 * (wide - cut)
+    return Kept(cut, more, more)
+
+
+def chunk_bytes(config: Config, chunk: Chunk, core: str | None = None) -> Kept:
+    """The same of a whole chunk, its ends included; one span at a time runs its backward, all wait for their W."""
+    sizes = [span_bytes(config, span, core) for span in spans(len(chunk.layers), config.activations)]
+    forward = sum(size.forward for size in sizes) + end_activation_bytes(config, chunk)
+    return Kept(forward, max(size.running for size in sizes), sum(size.waiting for size in sizes))
 
 
 def _norm_bytes(config: Config) -> int:
@@ -99,8 +152,8 @@ def _norm_bytes(config: Config) -> int:
     return exact * (2 if config.model.normalization == "LayerNorm" else 1)
 
 
-def _attention_bytes(config: Config, core: str) -> int:
-    """What attention keeps per head and query beside Q, K, V and its output."""
+def _core_bytes(config: Config, core: str) -> int:
+    """What the core keeps per head and query beside Q, K, V and its output."""
     if core == "flash":
         return 4
     e, length = ELEMENT_BYTES[config.precision.dtype_name], config.model.seq_length
@@ -131,23 +184,24 @@ def live_microbatches(config: Config) -> list[float]:
     return [peak_live(actions, per_share) for actions in pipeline.actions(config.num_microbatches)]
 
 
-def peak_bytes(actions: Sequence[Action], kept: Sequence[int]) -> int:
+def peak_bytes(actions: Sequence[Action], kept: Sequence[Kept]) -> int:
     """Most bytes alive at once on a rank whose chunk c keeps kept[c] of every microbatch from its F to its W."""
     live = peak = 0
     for action in actions:
-        live += kept[action.chunk] if "F" in action.parts else 0
-        peak = max(peak, live)
-        live -= kept[action.chunk] if "W" in action.parts else 0
+        chunk = kept[action.chunk]
+        live += {"F": chunk.forward, "B": chunk.waiting}.get(action.kind, 0)
+        peak = max(peak, live + (chunk.running if action.kind == "BW" else 0))
+        live -= {"W": chunk.forward + chunk.waiting, "BW": chunk.forward}.get(action.kind, 0)
     return peak
 
 
 def stage_memory(config: Config, core: str | None = None) -> list[StageMemory]:
     """The memory of every pipeline rank, first to last."""
     weight, gradient, optimizer = state_bytes(config)
-    pipeline, layer, plan = pipeline_of(config), layer_activation_bytes(config, core), []
+    pipeline, plan = pipeline_of(config), []
     for rank, actions in enumerate(pipeline.actions(config.num_microbatches)):
         count, chunks = rank_parameters(config, rank), pipeline.chunks(rank)
-        kept = [len(chunk.layers) * layer + end_activation_bytes(config, chunk) for chunk in chunks]
+        kept = [chunk_bytes(config, chunk, core) for chunk in chunks]
         live = peak_live(actions, pipeline.placement.chunks_per_share)
         layers = tuple(chunk.layers for chunk in chunks)
         state = weight * count, gradient * count, optimizer * count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -15,6 +16,7 @@ from megatron_lite.errors import ReportedError, peer_gone
 from megatron_lite.optim.clip import square_sum
 from megatron_lite.training.data import Splits, build_loader
 from megatron_lite.training.evaluate import evaluate
+from megatron_lite.training.ledger import Ledger
 from megatron_lite.training.logging import Interval, Sinks, evaluation_lines, log_line
 from megatron_lite.training.setup import Trainer
 from megatron_lite.training.signals import StopSignal
@@ -38,6 +40,7 @@ class Run:
         resumed = trainer.config.checkpoint.load == trainer.config.checkpoint.save and progress.iteration > 0
         self.saved_iteration = progress.iteration if resumed else None
         self.started = time.monotonic()
+        self.ledger = Ledger(trainer) if trainer.config.logging.log_memory else None  # until the first step is over
 
     @property
     def config(self) -> Config:
@@ -76,7 +79,8 @@ class Run:
     def _step(self, loader: BatchLoader) -> None:
         started = time.perf_counter()
         iteration, consumed = self.progress.iteration, self.progress.consumed_samples
-        report = train_step(self.trainer, loader.next_step(), iteration, consumed)
+        with self.ledger.watching() if self.ledger else nullcontext():
+            report = train_step(self.trainer, loader.next_step(), iteration, consumed)
         seconds = time.perf_counter() - started
         wandb_id = self.sinks.wandb_id or self.progress.wandb_id
         self.progress = Progress(iteration + 1, consumed + self.config.train.global_batch_size, wandb_id)
@@ -87,6 +91,9 @@ class Run:
             metrics = self.interval.metrics(self.progress.iteration, self.progress.consumed_samples, norm)
             self.say(log_line(metrics))
             self.sinks.write_metrics(metrics)
+        if self.ledger:
+            self.say("\n".join(self.ledger.lines()))
+            self.ledger = None
         if self.interval.skipped_in_a_row >= MAX_SKIPS:
             raise TrainingError(
                 f"iterations {iteration + 2 - MAX_SKIPS} to {iteration + 1} had no finite gradient (last loss {report.loss}, "

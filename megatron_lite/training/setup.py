@@ -10,6 +10,7 @@ import torch
 from megatron_lite.comm.mesh import Mesh
 from megatron_lite.comm.p2p import P2P
 from megatron_lite.config import Config
+from megatron_lite.errors import ReportedError
 from megatron_lite.grid import Grid
 from megatron_lite.models.compiled import compile_elementwise
 from megatron_lite.models.transformer import TransformerStage
@@ -32,6 +33,11 @@ class Trainer:
     optimizer: Optimizer
     executor: Executor
     actions: list[Action]
+    memory_before: int = 0  # bytes this process held before the model was built
+
+
+class DeviceError(ReportedError):
+    """The run's device cannot do what a flag asks for."""
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
@@ -46,7 +52,9 @@ def num_microbatches(config: Config, dp: int) -> int:
 
 def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     """Model with its initial weights, buffers, optimizer and executor of this rank."""
+    check_device(config, mesh.device)
     model, train, pipeline = config.model, config.train, pipeline_of(config)
+    before = memory_in_use(mesh.device)
     chunks = [chunk.initialise(train.seed) for chunk in build_chunks(config, mesh, pipeline)]
     if train.compile:
         for chunk in chunks:
@@ -60,7 +68,26 @@ def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, (length, train.micro_batch_size, model.hidden_size),
                         tp.dtype, mesh.device)  # fmt: skip
     schedule = pipeline.actions(num_microbatches(config, mesh.dp.size))
-    return Trainer(config, mesh, chunks, engine, optimizer, executor, schedule[mesh.pp.rank])
+    return Trainer(config, mesh, chunks, engine, optimizer, executor, schedule[mesh.pp.rank], before)
+
+
+def check_device(config: Config, device: torch.device) -> None:
+    """Flags that can be judged only once the device is known."""
+    layers = config.activations.cpu_offloading_num_layers
+    if layers and device.type == "cpu":
+        raise DeviceError(f"--cpu-offloading-num-layers {layers}: has no effect: there is no accelerator, activations are in "
+                          "host memory already; drop it, or use --recompute-granularity")  # fmt: skip
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes this process holds now: torch's allocator on CUDA, resident memory on CPU (0 where it cannot be read)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def peak_memory(device: torch.device) -> int:
