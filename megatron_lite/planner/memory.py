@@ -87,19 +87,31 @@ def layer_activation_bytes(config: Config, core: str | None = None, modules: tup
 
     `modules` are recomputed: those of --recompute-modules, unless others are given.
     """
-    model, tp = config.model, config.parallel.tp
     modules = config.activations.modules if modules is None else modules
-    tokens = model.seq_length * config.train.micro_batch_size
+    tokens = model_tokens(config)
+    attention = tokens * _attention_bytes(config, core or attention_core(config), "core_attn" in modules)
+    return 2 * _residual_bytes(config, modules) + attention + _mlp_bytes(config, modules)
+
+
+def model_tokens(config: Config) -> int:
+    """Tokens of a microbatch."""
+    return config.model.seq_length * config.train.micro_batch_size
+
+
+def _residual_bytes(config: Config, modules: tuple[str, ...]) -> int:
+    """What lies on either side of attention, or of the MLP: the norm's input and statistics, the input of the linear
+    behind it, the mask of the dropout at the end."""
+    wide = ELEMENT_BYTES[config.precision.dtype_name] * (1 if "layernorm" in modules else 2) + (
+        MASK_BYTES if config.model.hidden_dropout else 0)  # fmt: skip
+    size = model_tokens(config) * (wide * config.model.hidden_size + _norm_bytes(config))
+    return size // config.parallel.tp if config.parallel.sequence_parallel else size
+
+
+def _mlp_bytes(config: Config, modules: tuple[str, ...]) -> int:
+    """Both sides of the activation function."""
+    wide = (3 if config.model.swiglu else 2) - ("mlp_act" in modules)
     e = ELEMENT_BYTES[config.precision.dtype_name]
-    wide = 2 if "layernorm" in modules else 4  # inputs of the norms, and of the linears behind them
-    whole = tokens * (e * wide * model.hidden_size + 2 * _norm_bytes(config))
-    if model.hidden_dropout:
-        whole += tokens * 2 * model.hidden_size * MASK_BYTES
-    if config.parallel.sequence_parallel:
-        whole //= tp
-    mlp = (3 if model.swiglu else 2) - ("mlp_act" in modules)
-    kept = e * mlp * model.ffn_hidden_size // tp
-    return whole + tokens * (kept + _attention_bytes(config, core or attention_core(config), "core_attn" in modules))
+    return model_tokens(config) * e * wide * config.model.ffn_hidden_size // config.parallel.tp
 
 
 def _attention_bytes(config: Config, core: str, recomputed: bool) -> int:
@@ -126,24 +138,37 @@ class Kept(NamedTuple):
 def span_bytes(config: Config, span: Span, core: str | None = None) -> Kept:
     """What neighbouring layers keep. Recomputed: their input, and in their backward all that they keep otherwise; under
     sequence parallelism the last of them then holds the gathered inputs of two linears. Offloaded: nothing on the device,
-    and then two layers at a time."""
+    and then two layers at a time. With core_attn each core is complete again while its backward runs (what the MLP and the
+    output projection kept is gone by then), and inputs of linears that were made again wait for W."""
     layers, model, tp = span.stop - span.start, config.model, config.parallel.tp
     full = layers * layer_activation_bytes(config, core)
     if span.treatment == OFFLOADED:
         return Kept(0, 2 * full, full)
+    tokens, e = model_tokens(config), ELEMENT_BYTES[config.precision.dtype_name]
     if span.treatment == KEPT:
-        return Kept(full, 0, 0)
-    wide = model.seq_length * config.train.micro_batch_size * model.hidden_size * ELEMENT_BYTES[config.precision.dtype_name]
+        modules, running = config.activations.modules, 0
+        if "core_attn" in modules:
+            output = model.num_attention_heads // tp * model.head_dim * e
+            again = _attention_bytes(config, core or attention_core(config), False) - 2 * output
+            running = tokens * again - _residual_bytes(config, modules) - _mlp_bytes(config, modules)
+        inputs = layers * layer_activation_bytes(config, core, tuple(m for m in modules if m == "core_attn")) - full
+        return Kept(full, max(running, 0), inputs)
+    wide = tokens * model.hidden_size * e
     cut = wide // tp if config.parallel.sequence_parallel else wide
     more = full - cut + 2 * (wide - cut)
     return Kept(cut, more, more)
 
 
 def chunk_bytes(config: Config, chunk: Chunk, core: str | None = None) -> Kept:
-    """The same of a whole chunk, its ends included; one span at a time runs its backward, all wait for their W."""
+    """The same of a whole chunk, its ends included. All its layers wait for their W; one span at a time runs its backward,
+    and by then what the later ones and the last stage's end kept is gone."""
     sizes = [span_bytes(config, span, core) for span in spans(len(chunk.layers), config.activations)]
-    forward = sum(size.forward for size in sizes) + end_activation_bytes(config, chunk)
-    return Kept(forward, max(size.running for size in sizes), sum(size.waiting for size in sizes))
+    end = end_activation_bytes(config, chunk)
+    running, gone = 0, end - end_activation_bytes(config, chunk._replace(last=False))
+    for size in reversed(sizes):
+        running = max(running, size.running - gone)
+        gone += size.forward
+    return Kept(sum(size.forward for size in sizes) + end, running, sum(size.waiting for size in sizes))
 
 
 def _norm_bytes(config: Config) -> int:
