@@ -143,9 +143,14 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The same through torch's kernel. q [s, b, k, g, d] scaled, k and v [s, b, k, 1, d] -> [s, b, k, g, d]"""
     s, b, groups, per_group, d = q.shape
     q = q.reshape(s, b, groups * per_group, d).permute(1, 2, 0, 3)  # [b, a, s, d]
-    k, v = (x.squeeze(3).permute(1, 2, 0, 3) for x in (k, v))  # [b, k, s, d]
+    k, v = (_own(x).squeeze(3).permute(1, 2, 0, 3) for x in (k, v))  # [b, k, s, d]
     out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=per_group > 1)
     return out.permute(2, 0, 1, 3).reshape(s, b, groups, per_group, d)
+
+
+def _own(x: torch.Tensor) -> torch.Tensor:
+    """x in memory of its own: a slice that the backward keeps would keep all of QKV alive."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.contiguous()
 
 
 def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: float,

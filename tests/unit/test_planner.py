@@ -248,6 +248,23 @@ def test_activations_are_what_a_layer_keeps(flags, recompute):
     assert meter.live == 0
 
 
+@pytest.mark.parametrize("flags", [GPT + " --attention-dropout 0", LLAMA.replace("groups 2", "groups 8")])
+def test_activations_with_a_flash_kernel(flags, monkeypatch):
+    """The form that CUDA takes, through CPU's flash kernel: Q, K, V, output and log-sum-exp, and never QKV beside them."""
+    monkeypatch.setattr(attention, "core_attention", lambda q, k, v, p, generator: attention._sdpa(q, k, v))
+    for recompute in ("", EVERY_MODULE):
+        config = config_of(f"{flags} --bf16 {recompute}")
+        layer = TransformerLayer(0, config.model, TensorParallel(single().tp, False, torch.bfloat16, torch.device("cpu")),
+                                 config.activations)  # fmt: skip
+        rope = config.model.position_embedding_type == "rope"
+        angles = cos_sin(config.model, torch.arange(32), torch.bfloat16) if rope else None
+        meter, key = Meter(layer.parameters()), DropoutKey(0, 0, 0, 0) if config.model.hidden_dropout else None
+        with meter.watching():
+            _out = layer(torch.zeros(32, 2, 64, dtype=torch.bfloat16, requires_grad=True), angles, key)
+        assert meter.live == layer_activation_bytes(config, "flash")
+        del _out
+
+
 def test_block_attention_holds_half_the_square():
     config = config_of(GPT)  # dropout: probabilities and dropout factors of 8 heads x 2 samples, one block of 32 rows
     extra = layer_activation_bytes(config) - layer_activation_bytes(config, "flash") + 64 * 8 * 4
