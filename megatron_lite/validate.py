@@ -174,14 +174,15 @@ def _pipeline(s: Values) -> Iterator[Problem]:
 
 def _activations(s: Values) -> Iterator[Problem]:
     """No more layers recomputed or offloaded than the largest chunk has."""
-    if not have(s.num_layers, s.pipeline_model_parallel_size) or s.num_layers > FARTHEST:
+    names = [name for name in ("recompute_num_layers", "cpu_offloading_num_layers") if getattr(s, name)]
+    if not names or not have(s.num_layers, s.pipeline_model_parallel_size) or s.num_layers > FARTHEST:
         return
     try:
         most = max(map(len, _plan(s).layers))
     except ValueError:
         return  # no stages: _pipeline says why
-    for name in ("recompute_num_layers", "cpu_offloading_num_layers"):
-        if (getattr(s, name) or 0) > most:
+    for name in names:
+        if getattr(s, name) > most:
             text = f"no chunk has more than {most} layer{'s' if most > 1 else ''}"
             yield about(s, name, text, nearest_values(**{name: [most]}))
 

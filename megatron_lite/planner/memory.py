@@ -148,8 +148,10 @@ def span_bytes(config: Config, span: Span, core: str | None = None) -> Kept:
     if span.treatment == KEPT:
         modules, running = config.activations.modules, 0
         if "core_attn" in modules:
+            there = _attention_bytes(config, "flash", True)  # Q, K, V or what they are made of, and the output
             output = model.num_attention_heads // tp * model.head_dim * e
             again = _attention_bytes(config, core or attention_core(config), False) - 2 * output
+            again -= there - output if model.qk_layernorm else 0  # what the q/k norms keep is a part of QKV
             running = tokens * again - _residual_bytes(config, modules) - _mlp_bytes(config, modules)
         inputs = layers * layer_activation_bytes(config, core, tuple(m for m in modules if m == "core_attn")) - full
         return Kept(full, max(running, 0), inputs)

@@ -11,7 +11,7 @@ from megatron_lite.arguments import parse
 from megatron_lite.comm.mesh import Axis, Mesh, single
 from megatron_lite.config import ParallelConfig
 from megatron_lite.models import attention
-from megatron_lite.models.rope import cos_sin
+from megatron_lite.models.rope import contiguous_like, cos_sin
 from megatron_lite.models.transformer import TransformerLayer, TransformerStage
 from megatron_lite.parallel.tensor import TensorParallel
 from megatron_lite.pipeline.stage import build_chunks
@@ -252,15 +252,16 @@ def test_activations_are_what_a_layer_keeps(flags, recompute):
 def test_activations_with_a_flash_kernel(flags, monkeypatch):
     """The form that CUDA takes, through CPU's flash kernel: Q, K, V, output and log-sum-exp, and never QKV beside them."""
     monkeypatch.setattr(attention, "core_attention", lambda q, k, v, p, generator: attention._sdpa(q, k, v))
+    monkeypatch.setattr(attention, "head_first", contiguous_like)  # of the layout that CUDA's core reads
     for recompute in ("", EVERY_MODULE):
-        config = config_of(f"{flags} --bf16 {recompute}")
-        layer = TransformerLayer(0, config.model, TensorParallel(single().tp, False, torch.bfloat16, torch.device("cpu")),
+        config = config_of(flags + recompute)
+        layer = TransformerLayer(0, config.model, TensorParallel(single().tp, False, torch.float32, torch.device("cpu")),
                                  config.activations)  # fmt: skip
         rope = config.model.position_embedding_type == "rope"
-        angles = cos_sin(config.model, torch.arange(32), torch.bfloat16) if rope else None
+        angles = cos_sin(config.model, torch.arange(32), torch.float32) if rope else None
         meter, key = Meter(layer.parameters()), DropoutKey(0, 0, 0, 0) if config.model.hidden_dropout else None
         with meter.watching():
-            _out = layer(torch.zeros(32, 2, 64, dtype=torch.bfloat16, requires_grad=True), angles, key)
+            _out = layer(torch.zeros(32, 2, 64, requires_grad=True), angles, key)
         assert meter.live == layer_activation_bytes(config, "flash")
         del _out
 
@@ -303,8 +304,8 @@ def test_recomputed_layers_come_back_for_their_backward():
     flags = GPT + " --pipeline-model-parallel-size 4 --global-batch-size 12 --num-layers 16"
     layer, unit = layer_activation_bytes(config_of(flags, 4)), 32 * 2 * 64 * 4
     for form, kept, more in (("uniform --recompute-num-layers 1", 4 * unit, layer - unit),
-                             ("uniform --recompute-num-layers 3", 2 * unit, 3 * layer - unit),
-                             ("block --recompute-num-layers 3", 3 * unit + layer, layer - unit)):  # fmt: skip
+                             ("uniform --recompute-num-layers 3", 2 * unit, 3 * layer - 2 * unit),  # the last layer is done
+                             ("block --recompute-num-layers 3", 3 * unit + layer, 0)):  # fits where the kept layer was
         config = config_of(f"{flags} --recompute-granularity full --recompute-method {form}", 4)
         assert stage_memory(config)[1].activations == 3 * kept + more
 
