@@ -1,6 +1,6 @@
 """Bytes: what a rank holds, measured, beside the formulas of the planner.
 
-    python benchmarks/memory.py --json benchmarks/results/memory.json        activations per layer, 4 ranks over gloo
+    python benchmarks/memory.py --json benchmarks/results/memory.json        activations per layer, and state, 4 ranks
     python benchmarks/memory.py --article --json benchmarks/results/memory_article.json
                                                                             accumulation x bf16 x recompute, 1 rank
 
@@ -27,13 +27,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_lite.arguments import parse  # noqa: E402
-from megatron_lite.comm.launch import run  # noqa: E402
+from megatron_lite.comm.launch import WorkerPool  # noqa: E402
 from megatron_lite.comm.mesh import build_mesh, single  # noqa: E402
 from megatron_lite.config import ActivationConfig, Config  # noqa: E402
 from megatron_lite.data.corpus import python_library_texts  # noqa: E402
 from megatron_lite.data.loader import Batch  # noqa: E402
 from megatron_lite.pipeline.stage import build_chunks  # noqa: E402
 from megatron_lite.planner.memory import chunk_bytes  # noqa: E402
+from megatron_lite.planner.params import count_parameters  # noqa: E402
 from megatron_lite.planner.pipeline import pipeline_of  # noqa: E402
 from megatron_lite.rng import DropoutKey  # noqa: E402
 from megatron_lite.training.ledger import Meter  # noqa: E402
@@ -90,12 +91,12 @@ def measure(rank: int, world: int, flags: str) -> dict[str, int]:
     return {name: kept_by_layers(dataclasses.replace(config, activations=form), mesh) for name, form in FORMS.items()}
 
 
-def activation_table() -> list[dict]:
+def activation_table(pool: WorkerPool) -> list[dict]:
     rows = []
     for model, sizes in MODELS.items():
         for cut, (world, parallel) in CUTS.items():
             flags = f"{sizes} --micro-batch-size 2 {parallel}"
-            answers = run(measure, world, world, flags, timeout=600) if world > 1 else [measure(0, 1, flags)]
+            answers = pool.run(measure, world, world, flags, timeout=600)
             config = configuration(flags, world)
             unit = config.model.seq_length * config.train.micro_batch_size * config.model.hidden_size
             for name, form in FORMS.items():
@@ -114,6 +115,30 @@ def show_activations(rows: list[dict]) -> None:
         row["error_percent"] = 100 * (row["planner"] / row["measured"] - 1)
         print(f"{row['model']:<7}{row['cut']:<10}{row['recompute']:<30}{measured:>10.2f}{planner:>10.2f}"
               f"{row['error_percent']:>7.2f}%{flash:>12.2f}")  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Persistent model state per parameter, bf16 with fp32 gradients, dp 4. A way to keep it is a row: flags, and its formula.
+
+STATES = {"every rank keeps everything": ("", lambda dp: 18.0)}
+
+
+def state(rank: int, world: int, flags: str) -> tuple[int, int]:
+    """(bytes this rank holds from step to step, parameters of the model)."""
+    config = configuration(flags, world)
+    trainer = build_trainer(config, build_mesh(grid_of(config, world), torch.device("cpu")))
+    return sum((trainer.engine.bytes() | trainer.optimizer.bytes()).values()), count_parameters(config)
+
+
+def state_table(pool: WorkerPool, world: int = 4) -> list[dict]:
+    rows = []
+    print(f"\npersistent model state, bytes per parameter and rank, bf16, dp {world}")
+    for name, (flags, formula) in STATES.items():
+        answers = pool.run(state, world, world, f"{MODELS['llama']} --micro-batch-size 1 {flags}", timeout=600)
+        measured, expected = max(held for held, _ in answers) / answers[0][1], formula(world)
+        rows.append({"state": name, "flags": flags, "bytes_per_parameter": measured, "formula": expected})
+        print(f"{name:<32}{measured:>10.3f}{expected:>10.3f}{100 * (measured / expected - 1):>7.2f}%")
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,8 +206,11 @@ def main() -> None:
         print(f"{'':<32}{'peak growth':>13}{'ratio':>8}{'loss':>10}{'differs':>10}    ({args.steps} steps)")
         rows = article(args.steps, args.rows)
     else:
-        rows = activation_table()
+        pool = WorkerPool(4)
+        rows = activation_table(pool)
         show_activations(rows)
+        rows += state_table(pool)
+        pool.shutdown()
     if args.json:
         args.json.write_text(json.dumps({"torch": torch.__version__, "steps": args.steps, "rows": rows}, indent=1))
 
