@@ -42,8 +42,8 @@ from megatron_lite.training.setup import build_trainer, grid_of, peak_memory  # 
 from megatron_lite.training.step import train_step  # noqa: E402
 
 MODELS = {
-    "gpt": "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --vocab-size 1024",
-    "llama": "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --vocab-size 1024 --swiglu "
+    "gpt": "--num-layers 2 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --vocab-size 1024",
+    "llama": "--num-layers 2 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --vocab-size 1024 --swiglu "
              "--ffn-hidden-size 704 --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
              "--group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights",
 }  # fmt: skip
