@@ -109,7 +109,7 @@ class _RowLinear(torch.autograd.Function):
             ctx.save_for_backward(x)  # [s, b, in/tp]
         if replay:
             length = x.shape[0] // (axis.size if sequence_parallel else 1)
-            return x.new_zeros(()).expand(length, x.shape[1], weight.shape[0])
+            return x.new_zeros(length, x.shape[1], weight.shape[0])
         y = nn.functional.linear(x, weight)  # [s, b, out], a partial sum over tp
         y = comm.reduce_scatter(y, axis) if sequence_parallel else comm.all_reduce(y, axis)
         return y if bias is None else y.add_(bias)  # after the sum: once, not tp times
