@@ -123,6 +123,26 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class ActivationConfig:
+    """activation memory"""
+
+    recompute_granularity: str | None = flag(None, "compute activations again in the backward: single ones of every layer, or "
+        "layers as a whole", type=str, choices=("selective", "full"),
+        stands_for=("--recompute-activations", "selective"))  # fmt: skip
+    recompute_method: str | None = flag(None, "full: units of N layers, or the first N layers of each chunk", type=str,
+        choices=("uniform", "block"))  # fmt: skip
+    recompute_num_layers: int | None = flag(None, "the N of --recompute-method", type=int)
+    recompute_modules: tuple[str, ...] | None = flag(None, "selective: what is recomputed (default: core_attn)", nargs="+",
+        type=str, choices=("core_attn", "layernorm", "mlp_act"))  # fmt: skip
+    cpu_offloading_num_layers: int = flag(0, "first layers of each chunk whose activations wait in host memory (GPU)")
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What selective recomputation computes again; empty without it."""
+        return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """optimizer"""
 
@@ -238,6 +258,7 @@ class LoggingConfig:
     wandb_exp_name: str | None = flag(None, "name of the run in W&B", type=str)
     wandb_entity: str | None = flag(None, "W&B team or user", type=str)
     wandb_save_dir: str | None = flag(None, "folder for W&B's files (default: --save, else the working folder)", type=str)
+    log_memory: bool = flag(False, "after the first step print what memory is for, beside the measured peak")
     log_params_norm: bool = flag(False, "add the norm of the parameters to the log line")
     trace_dir: str | None = flag(None, "folder for what each rank did and when, one file per rank and step (tools/trace.py)",
         type=str)  # fmt: skip
@@ -249,6 +270,7 @@ class LoggingConfig:
 GROUPS = {
     "model": ModelConfig,
     "parallel": ParallelConfig,
+    "activations": ActivationConfig,
     "optimizer": OptimizerConfig,
     "precision": PrecisionConfig,
     "data": DataConfig,
@@ -264,6 +286,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -20,7 +20,7 @@ AT_LEAST_ONE = (
     "max_position_embeddings rope_original_max_position make_vocab_size_divisible_by tensor_model_parallel_size "
     "pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
     "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-    "ddp_bucket_size "
+    "ddp_bucket_size recompute_num_layers "
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
     "log_interval pipeline_drain_interval trace_start trace_steps loss_scale_window hysteresis max_consecutive_skips "
@@ -28,7 +28,7 @@ AT_LEAST_ONE = (
 ).split()
 AT_LEAST_ZERO = (
     "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed "
-    "pipemare_annealing_iters fp8_margin"
+    "pipemare_annealing_iters fp8_margin cpu_offloading_num_layers"
 ).split()
 ABOVE_ZERO = (
     "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
@@ -69,6 +69,7 @@ CONFLICTS = (
     ("pipeline_split", "decoder_first_pipeline_num_layers", FIXED),
     ("pipeline_split", "decoder_last_pipeline_num_layers", FIXED),
     ("pipeline_split", "num_layers_per_virtual_pipeline_stage", FIXED),
+    ("recompute_granularity", "cpu_offloading_num_layers", "activations are computed again or brought back, not both"),
     ("finetune", "no_load_optim", "one starts at iteration 0, the other keeps the iteration"),
 )
 
@@ -105,6 +106,9 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      "needs --fp8-format"),
     ("fp8_amax_history_len", lambda s: s.fp8_recipe != "delayed", "needs --fp8-recipe delayed"),
     ("no_overlap_grad_reduce grad_reduce_dtype", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
+    ("recompute_method recompute_num_layers", lambda s: s.recompute_granularity != "full",
+     "needs --recompute-granularity full"),
+    ("recompute_modules", lambda s: s.recompute_granularity != "selective", "needs --recompute-granularity selective"),
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
      lambda s: s.position_embedding_type != "rope", "needs --position-embedding-type rope"),
     ("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position",
@@ -208,6 +212,9 @@ def missing(s: Values) -> Iterator[Problem]:
         )
     if s.tokenizer_type in FROM_FILES and s.tokenizer_model is None:
         yield about(s, "tokenizer_type", "reads files, none is named", "add --tokenizer-model")
+    for name, values in (("recompute_method", "uniform or block"), ("recompute_num_layers", "1 for the least memory")):
+        if s.recompute_granularity == "full" and getattr(s, name) is None:
+            yield about(s, f"recompute_granularity {name}", "the second is missing", f"give it, for example {values}")
     if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None and s.lr_wsd_decay_samples is None:
         yield about(s, "lr_decay_style", "the length of the final decay is missing", "add --lr-wsd-decay-iters")
     if s.eod_mask_loss and s.tokenizer_type is None:

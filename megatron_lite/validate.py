@@ -50,7 +50,8 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
-    for rules in (_attention, _positions, _layout, _batch, _pipeline, _asynchronous, _scale, _fp8, _rate, _warmup, _data):
+    for rules in (_attention, _positions, _layout, _batch, _pipeline, _asynchronous, _activations, _scale, _fp8, _rate, _warmup,
+                  _data):  # fmt: skip
         problems += rules(values)
     return problems
 
@@ -224,6 +225,21 @@ def _asynchronous(s: Values) -> Iterator[Problem]:
         if s.pipeline_drain_interval > most:
             text = f"a pipeline message counts {MICROBATCHES} microbatches from one drain to the next"
             yield about(s, "pipeline_drain_interval", text, nearest_values(pipeline_drain_interval=[most]))
+
+
+def _activations(s: Values) -> Iterator[Problem]:
+    """No more layers recomputed or offloaded than the largest chunk has."""
+    names = [name for name in ("recompute_num_layers", "cpu_offloading_num_layers") if getattr(s, name)]
+    if not names or not have(s.num_layers, s.pipeline_model_parallel_size) or s.num_layers > FARTHEST:
+        return
+    try:
+        most = max(map(len, _plan(s).layers))
+    except ValueError:
+        return  # no stages: _pipeline says why
+    for name in names:
+        if getattr(s, name) > most:
+            text = f"no chunk has more than {most} layer{'s' if most > 1 else ''}"
+            yield about(s, name, text, nearest_values(**{name: [most]}))
 
 
 def _no_plan(s: Values, why: str) -> Problem:

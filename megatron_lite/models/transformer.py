@@ -13,40 +13,54 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
-from megatron_lite.config import ModelConfig
+from megatron_lite.config import ActivationConfig, ModelConfig
 from megatron_lite.models.attention import SelfAttention
 from megatron_lite.models.mlp import MLP
 from megatron_lite.models.norm import NORMS
 from megatron_lite.models.rope import cos_sin
+from megatron_lite.offload import HostLayer, Offload, return_before
 from megatron_lite.parallel.shard import Init, Shard, initialise, parameter, whole
-from megatron_lite.parallel.tensor import TensorParallel, column_linear
+from megatron_lite.parallel.tensor import Again, TensorParallel, column_linear
 from megatron_lite.parallel.vocab import cross_entropy, embed, vocab_matrix
 from megatron_lite.parallel.wgrad import WeightGradQueue, give
+from megatron_lite.planner.recompute import OFFLOADED, RECOMPUTED, Span, spans
+from megatron_lite.recompute import recompute, remade
 from megatron_lite.rng import REPLICATED, SHARDED, DropoutKey, dropout
 
+KEEP_ALL = ActivationConfig()
 
 class TransformerLayer(nn.Module):
     """Pre-norm attention and MLP with residuals.   x [s/tp or s, b, h] -> the same shape"""
 
-    def __init__(self, layer: int, model: ModelConfig, tp: TensorParallel):
+    def __init__(self, layer: int, model: ModelConfig, tp: TensorParallel, activations: ActivationConfig = KEEP_ALL):
         super().__init__()
-        self.layer, self.p = layer, model.hidden_dropout
+        self.layer, self.p, self.remake_norms = layer, model.hidden_dropout, "layernorm" in activations.modules
         self.role = SHARDED if tp.sequence_parallel else REPLICATED
         init = Init("normal", model.init_method_std)
         output_init = Init("normal", model.init_method_std / math.sqrt(2 * model.num_layers))
         norm, name = NORMS[model.normalization], f"layers.{layer}"
         self.input_layernorm = norm(f"{name}.input_layernorm", model.hidden_size, model.norm_epsilon, tp)
-        self.self_attn = SelfAttention(f"{name}.self_attn", layer, model, tp, init, output_init)
+        self.self_attn = SelfAttention(f"{name}.self_attn", layer, model, tp, init, output_init,
+                                       "core_attn" in activations.modules)  # fmt: skip
         self.post_attention_layernorm = norm(f"{name}.post_attention_layernorm", model.hidden_size, model.norm_epsilon, tp)
-        self.mlp = MLP(f"{name}.mlp", model, tp, init, output_init)
+        self.mlp = MLP(f"{name}.mlp", model, tp, init, output_init, "mlp_act" in activations.modules)
 
-    def forward(self, x: torch.Tensor, angles, key: DropoutKey | None) -> torch.Tensor:
-        x = self._drop(self.self_attn(self.input_layernorm(x), angles, key), "attention_output", key).add_(x)
-        return self._drop(self.mlp(self.post_attention_layernorm(x)), "mlp_output", key).add_(x)
+    def forward(self, x: torch.Tensor, angles, key: DropoutKey | None, replay: bool = False) -> torch.Tensor:
+        """In a replay (recompute.py) the output's values are not needed, and the backward follows at once."""
+        norm = self.input_layernorm
+        out = self.self_attn(norm(x), angles, key, self._again(norm, x), replay)
+        x = self._drop(out, "attention_output", key).add_(x)
+        norm = self.post_attention_layernorm
+        return self._drop(self.mlp(norm(x), self._again(norm, x), replay), "mlp_output", key).add_(x)
+
+    def _again(self, norm: nn.Module, x: torch.Tensor) -> Again | None:
+        """How the linear behind a norm gets its input again, where --recompute-modules has layernorm; the norm keeps x."""
+        return remade(norm, x) if self.remake_norms else None
 
     def _drop(self, x: torch.Tensor, site: str, key: DropoutKey | None) -> torch.Tensor:
         if key is None or self.p == 0.0:
@@ -99,16 +113,20 @@ class Embedding(nn.Module):
 class TransformerStage(nn.Module):
     """The layers `layers` of the model, with the embedding if `first` and the output layer and loss if `last`.
 
+    `activations` says which layers are computed again in the backward, or wait in host memory (planner/recompute.py).
     A stage that is `last` but not `first` holds its own copy of a tied embedding; the gradient engine keeps both equal.
     """
 
     def __init__(self, model: ModelConfig, vocab_size: int, padded_size: int, layers: range, first: bool, last: bool,
-                 tp: TensorParallel, without_fp8: Collection[int] = ()):  # fmt: skip
+                 tp: TensorParallel, activations: ActivationConfig = KEEP_ALL,
+                 without_fp8: Collection[int] = ()):  # fmt: skip
         super().__init__()
         self.model, self.vocab_size, self.first, self.last, self.tp = model, vocab_size, first, last, tp
         self.embedding = Embedding(model, vocab_size, padded_size, tp) if first else None
         self.layers = nn.ModuleList(
-            TransformerLayer(i, model, replace(tp, fp8=None) if i in without_fp8 else tp) for i in layers)
+            TransformerLayer(i, model, replace(tp, fp8=None) if i in without_fp8 else tp, activations) for i in layers)
+        self.spans = spans(len(layers), activations)
+        self.offload = Offload(tp.device) if activations.cpu_offloading_num_layers else None
         self.norm = self.head = None
         if last:
             self.norm = NORMS[model.normalization]("norm", model.hidden_size, model.norm_epsilon, tp)
@@ -155,8 +173,25 @@ class TransformerStage(nn.Module):
         if self.first:
             x = self.embedding(x, key)
         angles = self._angles(length, x.device)
-        for layer in self.layers:
-            x = layer(x, angles, key)
+        below: HostLayer | None = None  # what the layer before keeps, where that is in host memory
+        for span in self.spans:
+            run = partial(self._through, span, angles, key)
+            if span.treatment == RECOMPUTED:
+                x = recompute(run, x)
+            elif span.treatment == OFFLOADED and torch.is_grad_enabled():
+                x, here = self.offload.run(run, x)
+                x, below = (x if below is None else return_before(x, below)), here
+            else:
+                x = run(x)
+                x, below = (x if below is None else return_before(x, below)), None
+        if self.offload is not None:
+            self.offload.settle()
+        return x
+
+    def _through(self, span: Span, angles, key: DropoutKey | None, x: torch.Tensor, replay: bool = False) -> torch.Tensor:
+        """x after the layers of a span. Of a replay the last layer's output is not needed."""
+        for i in range(span.start, span.stop):
+            x = self.layers[i](x, angles, key, replay and i == span.stop - 1)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

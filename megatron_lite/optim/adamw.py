@@ -70,10 +70,10 @@ class Optimizer:
             sgd(params, grads, moments["momentum"], weight_decay=0.0, momentum=self.config.sgd_momentum, lr=lr, dampening=0.0,
                 nesterov=False, maximize=False, foreach=True)  # fmt: skip
 
-    def bytes(self) -> int:
-        """Bytes of masters (where they are separate) and moments."""
-        return sum(sum(m.nbytes for m in s.moments.values()) + (s.master.nbytes if s.master is not s.bucket.param else 0)
-                   for s in self.states)  # fmt: skip
+    def bytes(self) -> dict[str, int]:
+        """Bytes this rank holds for masters (where they are separate) and moments."""
+        return {"master": sum(s.master.nbytes for s in self.states if s.master is not s.bucket.param),
+                "moments": sum(m.nbytes for s in self.states for m in s.moments.values())}  # fmt: skip
 
     def write_back(self) -> None:
         """Parameters from the masters, after a step or after a checkpoint was loaded into them."""

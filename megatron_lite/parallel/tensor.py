@@ -12,12 +12,18 @@
 In the column backward the communication of the input gradient starts before the weight-gradient GEMM and is waited on
 after it; with sequence parallel the input is gathered again behind the input-gradient GEMM, so only the cut input is kept.
 
+For recomputation (recompute.py) a linear can be told
+    again     how to make its input anew, instead of keeping it
+    replay    that its backward follows at once: a column linear then keeps the gathered input, a row linear leaves out its
+              product and the sum over tp, since no output is needed
+
 Shapes: s sequence, b micro-batch, h hidden. Source: Shoeybi et al. 2019 (arXiv 1909.08053), Korthikanti et al. 2022
 (arXiv 2205.05198).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +34,8 @@ from megatron_lite.comm.mesh import Axis
 from megatron_lite.parallel.fp8 import Fp8Linear, Fp8Recipe
 from megatron_lite.parallel.shard import Box, Init, Shard, cut, parameter, whole
 from megatron_lite.parallel.wgrad import give
+
+Again = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,13 @@ def give_bias_grad(bias: nn.Parameter, dy: torch.Tensor) -> None:
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool, fp8: Fp8Linear | None):
+    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool, fp8: Fp8Linear | None, again: Again | None,
+                replay: bool):  # fmt: skip
         ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel, ctx.fp8 = weight, bias, axis, sequence_parallel, fp8
-        ctx.save_for_backward(x)  # the cut input: [s/tp, b, h] under sequence parallel
+        ctx.again, ctx.gathered = again, replay
         whole_x = comm.all_gather(x, axis) if sequence_parallel else x  # [s, b, h]
+        if again is None:
+            ctx.save_for_backward(whole_x if replay else x)  # the cut input: [s/tp, b, h] under sequence parallel
         if fp8 is None:
             return nn.functional.linear(whole_x, weight, bias)  # [s, b, out/tp]
         y, ctx.scales = fp8.forward(whole_x, weight, training=ctx.needs_input_grad[0])
@@ -76,9 +87,10 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
+        x = _kept_input(ctx)
         axis, weight, bias, fp8 = ctx.axis, ctx.weight, ctx.bias, ctx.fp8
-        gather = comm.start_all_gather(x, axis) if ctx.sequence_parallel and weight.requires_grad else None
+        cut_x = ctx.sequence_parallel and not ctx.gathered
+        gather = comm.start_all_gather(x, axis) if cut_x and weight.requires_grad else None
         dy8 = None if fp8 is None else fp8.cast_grad(dy)
         dx = None
         if ctx.needs_input_grad[0]:  # [s, b, h], a partial sum over tp
@@ -94,14 +106,28 @@ class _ColumnLinear(torch.autograd.Function):
             give(weight, lambda grad: grad.add_(fp8.weight_grad(dy8, x, ctx.scales)))
         if bias is not None and bias.requires_grad:
             give_bias_grad(bias, dy)
-        return (None if reduce is None else reduce.wait()), None, None, None, None, None
+        return (None if reduce is None else reduce.wait()), None, None, None, None, None, None, None
+
+
+def _kept_input(ctx) -> torch.Tensor:
+    """A linear's input in its backward: kept, or made again. The call goes at once, and with it what it holds."""
+    if ctx.again is None:
+        return ctx.saved_tensors[0]
+    again, ctx.again = ctx.again, None
+    return again()
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool, fp8: Fp8Linear | None):
+    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool, fp8: Fp8Linear | None, again: Again | None,
+                replay: bool):  # fmt: skip
         ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel, ctx.fp8 = weight, bias, axis, sequence_parallel, fp8
-        ctx.save_for_backward(x)  # [s, b, in/tp]
+        ctx.again = again
+        if again is None:
+            ctx.save_for_backward(x)  # [s, b, in/tp]
+        if replay and fp8 is None:
+            length = x.shape[0] // (axis.size if sequence_parallel else 1)
+            return x.new_zeros(length, x.shape[1], weight.shape[0])
         if fp8 is None:
             y = nn.functional.linear(x, weight)  # [s, b, out], a partial sum over tp
         else:
@@ -111,7 +137,7 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
+        x = _kept_input(ctx)
         weight, bias, fp8 = ctx.weight, ctx.bias, ctx.fp8
         if bias is not None and bias.requires_grad:
             give_bias_grad(bias, dy)
@@ -124,13 +150,13 @@ class _RowLinear(torch.autograd.Function):
             give_weight_grad(weight, x, whole_dy)
         elif weight.requires_grad:
             give(weight, lambda grad: grad.add_(fp8.weight_grad(dy8, x, ctx.scales)))
-        return dx, None, None, None, None, None
+        return dx, None, None, None, None, None, None, None
 
 
 def column_linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel,
-                  fp8: Fp8Linear | None = None) -> torch.Tensor:  # fmt: skip
+                  fp8: Fp8Linear | None = None, again: Again | None = None, replay: bool = False) -> torch.Tensor:  # fmt: skip
     """x W_r^T + b_r with this rank's rows.   x [s/tp or s, b, in] -> [s, b, out/tp]"""
-    return _ColumnLinear.apply(x, weight, bias, tp.axis, tp.sequence_parallel, fp8)
+    return _ColumnLinear.apply(x, weight, bias, tp.axis, tp.sequence_parallel, fp8, again, replay)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -150,8 +176,8 @@ class ColumnParallelLinear(nn.Module):
             shard = Shard(f"{name}.bias", bias_boxes, Init("zeros"), decay=False)
             self.bias = parameter((rows,), shard, tp.dtype, tp.device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return column_linear(x, self.weight, self.bias, self.tp, self.fp8)
+    def forward(self, x: torch.Tensor, again: Again | None = None, replay: bool = False) -> torch.Tensor:
+        return column_linear(x, self.weight, self.bias, self.tp, self.fp8, again, replay)
 
 
 class RowParallelLinear(nn.Module):
@@ -168,8 +194,9 @@ class RowParallelLinear(nn.Module):
         self.weight = parameter(box.length, Shard(box.name, (box,), init, decay=True), tp.dtype, tp.device)
         self.bias = replicated_vector(f"{name}.bias", out_features, "zeros", tp) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _RowLinear.apply(x, self.weight, self.bias, self.tp.axis, self.tp.sequence_parallel, self.fp8)
+    def forward(self, x: torch.Tensor, again: Again | None = None, replay: bool = False) -> torch.Tensor:
+        tp = self.tp
+        return _RowLinear.apply(x, self.weight, self.bias, tp.axis, tp.sequence_parallel, self.fp8, again, replay)
 
 
 def replicated_vector(name: str, size: int, kind: str, tp: TensorParallel, partial: bool | None = None) -> nn.Parameter:

@@ -26,7 +26,7 @@ def build_chunk(config: Config, mesh: Mesh, chunk: Chunk) -> TransformerStage:
                         Fp8Recipe.of(config.precision))  # fmt: skip
     vocab = config.data.vocab_size, config.padded_vocab_size
     plain = {0, config.model.num_layers - 1} if config.precision.first_last_layers_bf16 else set()
-    stage = TransformerStage(config.model, *vocab, chunk.layers, chunk.first, chunk.last, tp, plain)
+    stage = TransformerStage(config.model, *vocab, chunk.layers, chunk.first, chunk.last, tp, config.activations, plain)
     if chunk.copy:
         for param in stage.parameters():
             param.shard = replace(param.shard, tied=True)

@@ -20,6 +20,12 @@ intermediate values. /t: cut over tp.
 
 At e = 2, f = 4h, GELU and dropout these are the formulas of Korthikanti et al. 2022 with flash attention, s b h 34 for
 one rank, s b h (10 + 24 / t) with tp, s b h 34 / t with sequence parallelism.
+Recomputation (megatron_lite/recompute.py), per layer:
+    core_attn       attention's row above goes, and the q/k norms' inputs: the QKV linear's output stands for Q, K and V
+    layernorm       4h -> 2h: the inputs of the linears behind the norms
+    mlp_act         2f -> f, with SwiGLU 3f -> 2f
+    full            e s b h, over t with sequence parallelism, per unit; and once all of a unit, while its backward runs
+
 First stage: the mask of the embedding's dropout. Last stage: inputs of the final norm and of the output layer, and the
 logits (their gradient takes their place). All of it as often as the schedule keeps microbatches alive: a rank's peak is
 counted along its list of actions, where every chunk's forward adds what that chunk keeps and its weight gradient frees it.
@@ -29,10 +35,12 @@ its updates (schedules/asynchronous.py). Left out: work space within one operati
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_lite.config import Config
 from megatron_lite.planner.params import rank_parameters
 from megatron_lite.planner.pipeline import Chunk, Pipeline, pipeline_of
+from megatron_lite.planner.recompute import KEPT, OFFLOADED, Span, spans
 from megatron_lite.schedules.actions import Action
 from megatron_lite.schedules.check import peak_live
 
@@ -75,23 +83,95 @@ def attention_core(config: Config) -> str:
     return "block" if config.model.attention_dropout or config.parallel.distributed_backend == "gloo" else "flash"
 
 
-def layer_activation_bytes(config: Config, core: str | None = None) -> int:
-    """Bytes that one transformer layer keeps of one microbatch for its backward, on one tp rank."""
-    model, tp = config.model, config.parallel.tp
-    tokens = model.seq_length * config.train.micro_batch_size
+def layer_activation_bytes(config: Config, core: str | None = None, modules: tuple[str, ...] | None = None) -> int:
+    """Bytes that one transformer layer keeps of one microbatch for its backward, on one tp rank.
+
+    `modules` are recomputed: those of --recompute-modules, unless others are given.
+    """
+    modules = config.activations.modules if modules is None else modules
+    tokens = model_tokens(config)
+    attention = tokens * _attention_bytes(config, core or attention_core(config), "core_attn" in modules)
+    return 2 * _residual_bytes(config, modules) + attention + _mlp_bytes(config, modules)
+
+
+def model_tokens(config: Config) -> int:
+    """Tokens of a microbatch."""
+    return config.model.seq_length * config.train.micro_batch_size
+
+
+def _residual_bytes(config: Config, modules: tuple[str, ...]) -> int:
+    """What lies on either side of attention, or of the MLP: the norm's input and statistics, the input of the linear
+    behind it, the mask of the dropout at the end."""
+    wide = ELEMENT_BYTES[config.precision.dtype_name] * (1 if "layernorm" in modules else 2) + (
+        MASK_BYTES if config.model.hidden_dropout else 0)  # fmt: skip
+    size = model_tokens(config) * (wide * config.model.hidden_size + _norm_bytes(config))
+    return size // config.parallel.tp if config.parallel.sequence_parallel else size
+
+
+def _mlp_bytes(config: Config, modules: tuple[str, ...]) -> int:
+    """Both sides of the activation function."""
+    wide = (3 if config.model.swiglu else 2) - ("mlp_act" in modules)
     e = ELEMENT_BYTES[config.precision.dtype_name]
-    whole = tokens * (e * 4 * model.hidden_size + 2 * _norm_bytes(config))
-    if model.hidden_dropout:
-        whole += tokens * 2 * model.hidden_size * MASK_BYTES
-    if config.parallel.sequence_parallel:
-        whole //= tp
+    return model_tokens(config) * e * wide * config.model.ffn_hidden_size // config.parallel.tp
+
+
+def _attention_bytes(config: Config, core: str, recomputed: bool) -> int:
+    """What attention keeps per token: Q, K, V, its output, and what the core needs. Recomputed, the output of the QKV
+    linear takes the place of Q, K and V, and the rest is gone but for the output."""
+    model, tp = config.model, config.parallel.tp
     heads, kv_heads = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
     fused = heads + 2 * kv_heads  # the core keeps Q, K and V of its own; the QKV linear's output goes, but for q/k norms
-    attention = (fused + heads + (fused if model.qk_layernorm else 0)) * model.head_dim
-    kept = e * (attention + (3 if model.swiglu else 2) * model.ffn_hidden_size // tp)
-    if model.qk_layernorm:
+    with_norms = model.qk_layernorm and not recomputed
+    kept = (fused + heads + (fused if with_norms else 0)) * model.head_dim * ELEMENT_BYTES[config.precision.dtype_name]
+    if with_norms:
         kept += _norm_bytes(config) * (heads + kv_heads)
-    return whole + tokens * (kept + heads * _attention_bytes(config, core or attention_core(config)))
+    return kept if recomputed else kept + heads * _core_bytes(config, core)
+
+
+class Kept(NamedTuple):
+    """Bytes of activations of one microbatch, of some layers or a chunk."""
+
+    forward: int  # from the forward on
+    running: int  # more while its backward runs
+    waiting: int  # more from B to W, where a schedule splits the backward
+
+
+def span_bytes(config: Config, span: Span, core: str | None = None) -> Kept:
+    """What neighbouring layers keep. Recomputed: their input, and in their backward all that they keep otherwise; under
+    sequence parallelism the last of them then holds the gathered inputs of two linears. Offloaded: nothing on the device,
+    and then two layers at a time. With core_attn each core is complete again while its backward runs (what the MLP and the
+    output projection kept is gone by then), and inputs of linears that were made again wait for W."""
+    layers, model, tp = span.stop - span.start, config.model, config.parallel.tp
+    full = layers * layer_activation_bytes(config, core)
+    if span.treatment == OFFLOADED:
+        return Kept(0, 2 * full, full)
+    tokens, e = model_tokens(config), ELEMENT_BYTES[config.precision.dtype_name]
+    if span.treatment == KEPT:
+        modules, running = config.activations.modules, 0
+        if "core_attn" in modules:
+            there = _attention_bytes(config, "flash", True)  # Q, K, V or what they are made of, and the output
+            output = model.num_attention_heads // tp * model.head_dim * e
+            again = _attention_bytes(config, core or attention_core(config), False) - 2 * output
+            again -= there - output if model.qk_layernorm else 0  # what the q/k norms keep is a part of QKV
+            running = tokens * again - _residual_bytes(config, modules) - _mlp_bytes(config, modules)
+        inputs = layers * layer_activation_bytes(config, core, tuple(m for m in modules if m == "core_attn")) - full
+        return Kept(full, max(running, 0), inputs)
+    wide = tokens * model.hidden_size * e
+    cut = wide // tp if config.parallel.sequence_parallel else wide
+    more = full - cut + 2 * (wide - cut)
+    return Kept(cut, more, more)
+
+
+def chunk_bytes(config: Config, chunk: Chunk, core: str | None = None) -> Kept:
+    """The same of a whole chunk, its ends included. All its layers wait for their W; one span at a time runs its backward,
+    and by then what the later ones and the last stage's end kept is gone."""
+    sizes = [span_bytes(config, span, core) for span in spans(len(chunk.layers), config.activations)]
+    end = end_activation_bytes(config, chunk)
+    running, gone = 0, end - end_activation_bytes(config, chunk._replace(last=False))
+    for size in reversed(sizes):
+        running = max(running, size.running - gone)
+        gone += size.forward
+    return Kept(sum(size.forward for size in sizes) + end, running, sum(size.waiting for size in sizes))
 
 
 def _norm_bytes(config: Config) -> int:
@@ -100,8 +180,8 @@ def _norm_bytes(config: Config) -> int:
     return exact * (2 if config.model.normalization == "LayerNorm" else 1)
 
 
-def _attention_bytes(config: Config, core: str) -> int:
-    """What attention keeps per head and query beside Q, K, V and its output."""
+def _core_bytes(config: Config, core: str) -> int:
+    """What the core keeps per head and query beside Q, K, V and its output."""
     if core == "flash":
         return 4
     e, length = ELEMENT_BYTES[config.precision.dtype_name], config.model.seq_length
@@ -133,13 +213,14 @@ def live_microbatches(config: Config) -> list[float]:
     return [peak_live(mine, per_share) for mine in actions]
 
 
-def peak_bytes(actions: Sequence[Action], kept: Sequence[int]) -> int:
+def peak_bytes(actions: Sequence[Action], kept: Sequence[Kept]) -> int:
     """Most bytes alive at once on a rank whose chunk c keeps kept[c] of every microbatch from its F to its W."""
     live = peak = 0
     for action in actions:
-        live += kept[action.chunk] if "F" in action.parts else 0
-        peak = max(peak, live)
-        live -= kept[action.chunk] if "W" in action.parts else 0
+        chunk = kept[action.chunk]
+        live += {"F": chunk.forward, "B": chunk.waiting}.get(action.kind, 0)
+        peak = max(peak, live + (chunk.running if action.kind == "BW" else 0))
+        live -= {"W": chunk.forward + chunk.waiting, "BW": chunk.forward}.get(action.kind, 0)
     return peak
 
 
@@ -154,10 +235,10 @@ def _estimate_bytes(config: Config, rank: int) -> tuple[int, int]:
 def stage_memory(config: Config, core: str | None = None, pipeline: Pipeline | None = None) -> list[StageMemory]:
     """The memory of every pipeline rank, first to last; of the flags' own pipeline unless one is given."""
     weight, gradient, optimizer = state_bytes(config)
-    pipeline, layer, plan = pipeline or pipeline_of(config), layer_activation_bytes(config, core), []
+    pipeline, plan = pipeline or pipeline_of(config), []
     for rank, actions in enumerate(pipeline.actions(pipeline.planned(config.num_microbatches))):
         count, chunks = rank_parameters(config, rank, pipeline), pipeline.chunks(rank)
-        kept = [len(chunk.layers) * layer + end_activation_bytes(config, chunk) for chunk in chunks]
+        kept = [chunk_bytes(config, chunk, core) for chunk in chunks]
         live = peak_live(actions, pipeline.placement.chunks_per_share)
         layers = tuple(chunk.layers for chunk in chunks)
         versions = pipeline.weight_versions(rank, config.num_microbatches)

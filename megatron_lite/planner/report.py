@@ -10,6 +10,7 @@ from megatron_lite.planner.flops import flops_per_iteration, flops_per_token, to
 from megatron_lite.planner.memory import StageMemory, attention_core, stage_memory, state_bytes
 from megatron_lite.planner.params import count_parameters
 from megatron_lite.planner.pipeline import Pipeline, is_automatic, pipeline_of, pipeline_warnings
+from megatron_lite.planner.recompute import in_words
 from megatron_lite.schedules.draw import draw
 from megatron_lite.schedules.simulate import Costs, Timeline, chunk_costs, simulate
 
@@ -47,7 +48,8 @@ def stage_table(config: Config, pipeline: Pipeline) -> str:
         lines.append("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     lines.append(f"  {_state_legend(config)}")
     core = {"flash": "flash attention", "block": "block-causal attention"}[attention_core(config)]
-    lines.append(f"  activations: {core}, no recomputation, as many microbatches as the schedule keeps alive")
+    text = f"  activations: {core}, {in_words(config.activations)}, as many microbatches as the schedule keeps alive"
+    lines.append(textwrap.fill(text, width=WIDTH, subsequent_indent="    "))
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -17,6 +18,7 @@ from megatron_lite.schedules import ASYNCHRONOUS
 from megatron_lite.training.asynchronous import steps_to_drain, train_window
 from megatron_lite.training.data import Splits, build_loader
 from megatron_lite.training.evaluate import evaluate
+from megatron_lite.training.ledger import Ledger
 from megatron_lite.training.logging import Interval, Sinks, evaluation_lines, log_line
 from megatron_lite.training.setup import Trainer
 from megatron_lite.training.signals import StopSignal
@@ -40,6 +42,7 @@ class Run:
         self.saved_iteration = progress.iteration if resumed else None
         self.started = time.monotonic()
         self.tracer = Tracer(trainer, progress.iteration) if trainer.recorder else None
+        self.ledger = Ledger(trainer) if trainer.config.logging.log_memory else None  # until the first step is over
 
     @property
     def config(self) -> Config:
@@ -78,20 +81,24 @@ class Run:
     def _step(self, loader: BatchLoader) -> None:
         """One step; of an asynchronous pipeline all steps to its next drain, which are logged one by one when it is there."""
         started = time.perf_counter()
-        iteration = self.progress.iteration
-        if self.config.parallel.pipeline_schedule in ASYNCHRONOUS:
-            steps = steps_to_drain(self.config, iteration)
-            reports = train_window(self.trainer, loader.next_step, iteration, self.progress.scheduled_samples, steps)
-        else:
-            batches = loader.next_step()
-            if self.tracer:
-                self.tracer.begin(iteration + 1)
-            reports = [train_step(self.trainer, batches, iteration, self.progress.scheduled_samples)]
+        with self.ledger.watching() if self.ledger else nullcontext():
+            reports = self._run_steps(loader)
         seconds, waited = time.perf_counter() - started, loader.take_wait_seconds()
-        if self.tracer:
-            self.tracer.end(reports[0].result)
         for report in reports:
             self._account(report, seconds / len(reports), waited / len(reports))
+
+    def _run_steps(self, loader: BatchLoader) -> list[StepReport]:
+        iteration, scheduled = self.progress.iteration, self.progress.scheduled_samples
+        if self.config.parallel.pipeline_schedule in ASYNCHRONOUS:
+            steps = steps_to_drain(self.config, iteration)
+            return train_window(self.trainer, loader.next_step, iteration, scheduled, steps)
+        batches = loader.next_step()
+        if self.tracer:
+            self.tracer.begin(iteration + 1)
+        report = train_step(self.trainer, batches, iteration, scheduled)
+        if self.tracer:
+            self.tracer.end(report.result)
+        return [report]
 
     def _account(self, report: StepReport, seconds: float, data_wait_seconds: float) -> None:
         """Progress and log of one finished step."""
@@ -106,6 +113,9 @@ class Run:
             metrics = self.interval.metrics(self.progress.iteration, self.progress.consumed_samples, norm)
             self.say(log_line(metrics))
             self.sinks.write_metrics(metrics)
+        if self.ledger:
+            self.say("\n".join(self.ledger.lines()))
+            self.ledger = None
         if report.fault is not None:
             self._skipped(report)
 

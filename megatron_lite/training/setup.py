@@ -10,6 +10,7 @@ import torch
 from megatron_lite.comm.mesh import Mesh
 from megatron_lite.comm.p2p import P2P
 from megatron_lite.config import Config
+from megatron_lite.errors import ReportedError
 from megatron_lite.grid import Grid
 from megatron_lite.models.compiled import compile_elementwise
 from megatron_lite.models.transformer import TransformerStage
@@ -41,6 +42,11 @@ class Trainer:
     scaler: LossScaler
     loss_scale: LossScale  # of the next step
     recorder: Recorder | None = None  # with --trace-dir
+    memory_before: int = 0  # bytes this process held before the model was built
+
+
+class DeviceError(ReportedError):
+    """The run's device cannot do what a flag asks for."""
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
@@ -59,14 +65,14 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
 
     `costs` are what an automatic pipeline is chosen by; without them they are measured here.
     """
-    require_fp8(config.precision, mesh.device)
+    check_device(config, mesh.device)
     model, train = config.model, config.train
     length = model.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
     shape = (length, train.micro_batch_size, model.hidden_size)
     p2p = P2P(mesh.pp, mesh.device) if mesh.pp.size > 1 else None
     m = num_microbatches(config, mesh.dp.size)
     settled = settle_pipeline(config, mesh, m, lambda: costs or measure_costs(config, mesh, p2p, shape))
-    pipeline = settled.pipeline
+    pipeline, before = settled.pipeline, memory_in_use(mesh.device)
     chunks = [chunk.initialise(train.seed) for chunk in build_chunks(config, mesh, pipeline)]
     if train.compile:
         for chunk in chunks:
@@ -78,7 +84,27 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
     recorder = Recorder(clock_of(mesh.device)) if config.logging.trace_dir else None
     executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device, recorder)
     actions, scaler = pipeline.actions(m)[mesh.pp.rank], LossScaler.of(config.precision)
-    return Trainer(config, mesh, chunks, engine, optimizer, executor, actions, settled, scaler, scaler.start(), recorder)
+    return Trainer(config, mesh, chunks, engine, optimizer, executor, actions, settled, scaler, scaler.start(), recorder, before)
+
+
+def check_device(config: Config, device: torch.device) -> None:
+    """Flags that can be judged only once the device is known."""
+    require_fp8(config.precision, device)
+    layers = config.activations.cpu_offloading_num_layers
+    if layers and device.type == "cpu":
+        raise DeviceError(f"--cpu-offloading-num-layers {layers}: has no effect: there is no accelerator, activations are in "
+                          "host memory already; drop it, or use --recompute-granularity")  # fmt: skip
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes this process holds now: torch's allocator on CUDA, resident memory on CPU (0 where it cannot be read)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def peak_memory(device: torch.device) -> int:

@@ -107,6 +107,14 @@ ROWS = {
     "ddp_bucket_size": ("ranks 2", "--ddp-bucket-size 100000", "built"),
     "distributed_backend": ("", "--distributed-backend gloo", "joined"),
     "distributed_timeout_minutes": ("", "--distributed-timeout-minutes 3", "joined"),
+    # activation memory: what the ranks build; tests/parity/test_recompute.py counts what it saves
+    "recompute_granularity": ("ranks 1", "--recompute-activations", "built"),
+    "recompute_method": ("ranks 1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+                         "--recompute-method block", "built"),
+    "recompute_num_layers": ("ranks 1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+                             "--recompute-num-layers 2", "built"),
+    "recompute_modules": ("ranks 1 --recompute-activations", "--recompute-modules layernorm", "built"),
+    "cpu_offloading_num_layers": ("", "--cpu-offloading-num-layers 1", "failure"),  # refused where there is no GPU
     # optimizer
     "optimizer": ("", "--optimizer sgd", "params"),
     "lr": ("", "--lr 2e-2", "params"),
@@ -180,6 +188,7 @@ ROWS = {
     "wandb_exp_name": (WANDB, "--wandb-exp-name a", "sinks"),
     "wandb_entity": (WANDB, "--wandb-entity a", "sinks"),
     "wandb_save_dir": (WANDB, "--wandb-save-dir {tmp}/w", "sinks"),
+    "log_memory": ("", "--log-memory", "ledger"),
     "log_params_norm": ("", "without --log-params-norm", "params"),
     "trace_dir": ("", TRACE, "traces"),
     "trace_start": (TRACE, "--trace-start 3", "traces"),
@@ -207,6 +216,8 @@ def built(rank, argv, world):
         "actions": [str(action) for action in trainer.actions],
         "activation": trainer.executor.shape,
         "asynchronous": asynchronous_settings(trainer),
+        "recomputed": [chunk.spans for chunk in trainer.chunks],
+        "in a layer": [(m.self_attn.recompute_core, m.remake_norms, m.mlp.remake) for c in trainer.chunks for m in c.layers],
     }
 
 
@@ -308,6 +319,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
                             for p in folder.rglob("*")),
             "traces": sorted(path.name for path in folder.glob("traces/*")),
             "says": out,
+            "ledger": [line.split()[0] for line in out.splitlines() if line.startswith("  activations ")],
         }  # fmt: skip
 
     setup_loader = data.BatchLoader
