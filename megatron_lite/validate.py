@@ -216,7 +216,10 @@ def _asynchronous(s: Values) -> Iterator[Problem]:
     if getattr(s, "zero_stage", 0):
         text = "older versions of the weights are kept whole on every rank"
         yield about(s, f"zero_stage {SCHEDULE}", text, nearest_values(zero_stage=[0]))
-    if getattr(s, "fp16", False):
+    if s.pipeline_schedule == "pipemare" and s.recompute_granularity:
+        text = "its backward runs with newer weights than its forward, and activations computed again would mix both"
+        yield about(s, f"recompute_granularity {SCHEDULE}", text, "drop --recompute-granularity, or take pipedream")
+    if s.fp16:
         text = "a loss scale must be the same on all stages, and no message about a step crosses them"
         yield about(s, f"fp16 {SCHEDULE}", text, "--bf16 needs none")
     each = (s.micro_batch_size or 0) * (s.dp or 0)
