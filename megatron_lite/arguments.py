@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, fields, replace
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_lite.config import GROUPS, Config
+from megatron_lite.config import GROUPS, SHARDING_STRATEGIES, Config
 from megatron_lite.models.zoo import PRESETS
 from megatron_lite.rules import BYTE_VOCABULARY, Problem, flag_name
 from megatron_lite.validate import validate
@@ -277,9 +277,12 @@ def resolve(config: Config, given: Iterable[str], world_size: int) -> Config:
     iterations = train.train_iters
     if iterations is None and train.train_samples and batch and batch > 0:
         iterations = train.train_samples // batch
+    parallel = config.parallel
+    if parallel.data_parallel_sharding_strategy is not None:
+        parallel = replace(parallel, zero_stage=SHARDING_STRATEGIES.index(parallel.data_parallel_sharding_strategy))
     train = replace(train, world_size=world, global_batch_size=batch, train_iters=iterations)
     data = replace(config.data, vocab_size=_vocabulary(config.data, given))
-    return replace(config, model=replace(model, **sizes), train=train, data=data)
+    return replace(config, model=replace(model, **sizes), parallel=parallel, train=train, data=data)
 
 
 def _vocabulary(data: Any, given: frozenset[str]) -> int | None:

@@ -18,7 +18,7 @@ AT_LEAST_ONE = (
     "max_position_embeddings rope_original_max_position make_vocab_size_divisible_by tensor_model_parallel_size "
     "pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
     "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-    "ddp_bucket_size "
+    "ddp_bucket_size zero_replica_size zero_prefetch_limit "
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
     "log_interval"
@@ -39,6 +39,7 @@ UNEVEN = "one makes all stages equal, the other does not (--num-virtual-stages-p
 # Flags that exclude each other, and what each of them means.
 CONFLICTS = (
     ("bf16", "fp64", "a run has one precision"),
+    ("zero_stage", "data_parallel_sharding_strategy", "both set what is sharded"),
     ("train_iters", "train_samples", "both set the length of the run"),
     ("lr_decay_iters", "lr_decay_samples", "both set the length of the decay"),
     ("lr_warmup_iters", "lr_warmup_samples", "both set the length of the warm-up"),
@@ -63,6 +64,12 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
      "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
      lambda s: s.pipeline_model_parallel_size == 1, "needs --pipeline-model-parallel-size above 1"),
+    ("zero_stage data_parallel_sharding_strategy", lambda s: s.dp == 1 and s.zero_stage,
+     "needs more than one data-parallel rank, here dp = 1"),
+    ("zero_replica_size no_overlap_param_gather zero_prefetch_limit", lambda s: not s.zero_stage,
+     "needs --zero-stage 1, 2 or 3"),
+    ("zero_prefetch_limit", lambda s: s.no_overlap_param_gather and (s.zero_stage == 1 or s.no_overlap_grad_reduce),
+     "nothing is gathered ahead or reduced in the background"),
     ("no_overlap_grad_reduce", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
      lambda s: s.position_embedding_type != "rope", "needs --position-embedding-type rope"),

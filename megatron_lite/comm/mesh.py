@@ -56,8 +56,9 @@ class Mesh:
 
 def named_groups(grid: Grid) -> dict[str, list[list[int]]]:
     """Every named set of ranks: the spans, and `embedding`, first and last stage of each pipeline, which hold the two
-    copies of a tied embedding."""
+    copies of a tied embedding; `zero_shard` and `zero_replica`, which cut dp_cp in two."""
     groups = {name: grid.groups(*span) for name, span in SPANS.items()}
+    groups["zero_shard"], groups["zero_replica"] = grid.zero_groups()
     groups["embedding"] = [[pipe[0], pipe[-1]] for pipe in grid.groups("pp")] if grid.pp > 1 else grid.groups("pp")
     return groups
 

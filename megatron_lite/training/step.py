@@ -40,10 +40,11 @@ def train_step(trainer: Trainer, batches: Sequence[Batch], iteration: int, consu
     engine.finish()  # sums over dp x cp, over tp where partial, over the two copies of a tied embedding
     loss, tokens = total(result, mesh)
 
-    norm = square_sum(engine.buckets, "grad", mesh.tp_pp).sqrt() / tokens
+    norm = square_sum(engine.buckets, "grad", mesh.tp_pp, engine.shard).sqrt() / tokens
     stepped = bool(torch.isfinite(norm) & torch.isfinite(loss))  # every rank sees the same sums, so all decide alike
     if stepped:
         trainer.optimizer.step(lr, clip_coefficient(norm, config.optimizer.clip_grad) / tokens)
+        engine.parameters_changed()  # ZeRO: all-gathered from here on, each unit ahead of its use
     return StepReport(float(loss / tokens), int(tokens), float(norm), lr, stepped, result)
 
 

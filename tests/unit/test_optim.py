@@ -15,7 +15,7 @@ from megatron_lite.optim import clip
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.buckets import ALIGN, layout, runs
 from megatron_lite.optim.clip import clip_coefficient, square_sum
-from megatron_lite.optim.ddp import GradientEngine
+from megatron_lite.optim.ddp import GradientEngine, Sharding
 from megatron_lite.optim.lr import learning_rate, lengths
 from megatron_lite.parallel.tensor import TensorParallel
 
@@ -153,7 +153,7 @@ def engine(dtype, normalization="LayerNorm", bucket_size=None):
     tp = TensorParallel(Axis("tp"), False, dtype, torch.device("cpu"))
     model = replace(MODEL, normalization=normalization)
     stage = TransformerStage(model, 50, 64, range(2), True, True, tp).initialise(3)
-    return GradientEngine([stage], Axis("dp_cp"), Axis("tp"), Axis("embedding"), bucket_size=bucket_size)
+    return GradientEngine([stage], Sharding(), Axis("tp"), Axis("embedding"), bucket_size)
 
 
 def parameters(made):
