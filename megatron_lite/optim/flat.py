@@ -98,8 +98,9 @@ def free(flat: torch.Tensor) -> None:
 
 
 def bring(flat: torch.Tensor) -> None:
-    """Give a freed buffer memory again, uninitialised."""
-    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+    """Give a buffer memory again, uninitialised, if it has none."""
+    if not is_there(flat):
+        flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
 def is_there(flat: torch.Tensor) -> bool:
