@@ -144,11 +144,12 @@ class Run:
     def block(self, group: str, dtype: str) -> None:
         """Run the contenders of one block and keep what they answered."""
         args = self.args
-        contenders = [
-            c
-            for c in block(group, dtype, self.splits, args.compile, args.extra, not args.skip_ours)
-            if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in args.contenders)
-        ]
+        self.measure(group, dtype, block(group, dtype, self.splits, args.compile, args.extra, not args.skip_ours))
+
+    def measure(self, group: str, dtype: str, contenders: list[Contender]) -> None:
+        """Run those of the contenders that were asked for."""
+        wanted = self.args.contenders
+        contenders = [c for c in contenders if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in wanted)]
         if not contenders:
             return
         failed: dict[str, str] = {}
