@@ -207,6 +207,22 @@ def test_frozen_parameters(pool, stage, layout, model):
     assert_equal_runs(merge(pool.run(frozen_run, world, world, config, 3)), alone, 1e-10)
 
 
+def unused_run(rank, world, config, steps):
+    """A run whose engine waits in vain for more contributions to one layer's buckets than the layer makes."""
+    trainer = build_trainer(config, build_mesh(grid_of(config, world), CPU))
+    for param in (p for bucket in trainer.engine.buckets for p in bucket.params):
+        if param.shard.name == "layers.1.mlp.down_proj.weight":
+            trainer.engine._uses[param] += 1
+    return run_steps(trainer, range(steps))
+
+
+@pytest.mark.parametrize(("stage", "layout"), [("zero1", "dp2"), ("zero2", "dp2"), ("zero2", "zb-h1_dp2"), ("zero3", "dp2")])
+def test_contributions_that_never_come(pool, references, stage, layout):
+    world = LAYOUTS[layout][0]
+    run = merge(pool.run(unused_run, world, world, config_of(stage, layout, "gpt_tied"), 5))
+    assert_equal_runs(run, references["gpt_tied", "adam"], 1e-10)
+
+
 class Validation:
     """A loader of two global batches, as `evaluate` wants it."""
 
@@ -283,11 +299,14 @@ def test_what_a_rank_keeps(pool, stage, bytes_per_parameter, layout):
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_what_stage_3_brings_within_a_step(pool, limit):
+def test_what_a_step_brings(pool, limit):
     """A unit in use and `limit` on their way, of parameters and of gradients; with a pipeline each unit once a step."""
     config = config_of("zero3", "dp2", LLAMA, zero_prefetch_limit=limit)
     for found in pool.run(memory, 2, 2, config):
         assert found["most"] == [1 + limit, 1 + limit]
+    config = config_of("zero2", "zb-h1_dp2", LLAMA, zero_prefetch_limit=limit)
+    for found in pool.run(memory, 4, 4, config):
+        assert found["most"] == [found["buckets"], 1 + limit]
     off = {"no_overlap_param_gather": True, "no_overlap_grad_reduce": True}
     for found in pool.run(memory, 2, 2, config_of("zero3", "dp2", LLAMA, **off)):
         assert found["most"] == [1, 1]
