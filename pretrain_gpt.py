@@ -52,7 +52,7 @@ def pretrain(config: Config, eod: int | None, started: float) -> None:
     mesh = build_mesh(grid_of(config, world), device)
     trainer = build_trainer(config, mesh)
     progress, what = restore(trainer)
-    for line in (*splits.notes, what, f"ready to train after {time.time() - started:.1f} s"):
+    for line in (*splits.notes, *trainer.settled.notes, what, f"ready to train after {time.time() - started:.1f} s"):
         tell(line)
     sinks = build_sinks(config, rank == 0, progress.wandb_id)
     try:

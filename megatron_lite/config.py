@@ -88,7 +88,11 @@ class ParallelConfig:
     sequence_parallel: bool = flag(False, "cut the activations between tensor-parallel regions over tp along the sequence")
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers (pp)")
     pipeline_schedule: str = flag("1f1b", "order of forwards and backwards on each pipeline rank (see docs/parallelism.md)",
-        choices=tuple(SCHEDULES))  # fmt: skip
+        choices=(*SCHEDULES, "auto"))  # fmt: skip
+    pipeline_memory_limit: float | None = flag(None, "most microbatches of activations per pipeline rank, in units of its share "
+        "of the layers, that --pipeline-schedule auto may choose to hold (default: no limit)", type=float)  # fmt: skip
+    pipeline_split: str = flag("even", "layers per stage: even, or auto: as many as make all ranks take equally long, embedding "
+        "and output layer counted (--pipeline-schedule auto tries both)", choices=("even", "auto"))  # fmt: skip
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "chunks per pipeline rank; with 1f1b 2 or more interleave "
         "them (default: as many as the schedule needs, 1 or 2)", type=int)  # fmt: skip
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "the same, given as layers per chunk", type=int)

@@ -28,13 +28,15 @@ AT_LEAST_ZERO = (
 )
 ABOVE_ZERO = (
     "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
-    "norm_epsilon init_method_std adam_eps distributed_timeout_minutes exit_duration_in_mins peak_tflops"
+    "norm_epsilon init_method_std adam_eps pipeline_memory_limit distributed_timeout_minutes exit_duration_in_mins peak_tflops"
 ).split()
 SHARES = (
     "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
 )
 
 UNEVEN = "one makes all stages equal, the other does not (--num-virtual-stages-per-pipeline-rank goes with it)"
+
+FIXED = "one says how the layers are cut, the other leaves it to be found out"
 
 # Flags that exclude each other, and what each of them means.
 CONFLICTS = (
@@ -51,6 +53,9 @@ CONFLICTS = (
     ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "both set the chunks of a pipeline rank"),
     ("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", UNEVEN),
     ("num_layers_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers", UNEVEN),
+    ("pipeline_split", "decoder_first_pipeline_num_layers", FIXED),
+    ("pipeline_split", "decoder_last_pipeline_num_layers", FIXED),
+    ("pipeline_split", "num_layers_per_virtual_pipeline_stage", FIXED),
     ("finetune", "no_load_optim", "one starts at iteration 0, the other keeps the iteration"),
 )
 
@@ -62,8 +67,16 @@ Values = (
 INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("sequence_parallel", lambda s: s.tensor_model_parallel_size == 1, "needs --tensor-model-parallel-size above 1"),
     ("pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
-     "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
+     "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
+     "pipeline_split pipeline_memory_limit",
      lambda s: s.pipeline_model_parallel_size == 1, "needs --pipeline-model-parallel-size above 1"),
+    ("pipeline_memory_limit", lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule != "auto",
+     "needs --pipeline-schedule auto, which chooses by it"),
+    ("pipeline_split", lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule == "auto",
+     "--pipeline-schedule auto tries both splits and takes the shorter step"),
+    ("microbatch_group_size_per_virtual_pipeline_stage",
+     lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule == "auto",
+     "--pipeline-schedule auto takes the smallest groups that waste nothing"),
     ("zero_stage data_parallel_sharding_strategy", lambda s: s.dp == 1 and s.zero_stage,
      "needs more than one data-parallel rank, here dp = 1"),
     ("zero_replica_size no_overlap_param_gather zero_prefetch_limit", lambda s: not s.zero_stage,

@@ -15,7 +15,8 @@ from functools import partial
 from megatron_lite.config import GROUPS, Config, ParallelConfig
 from megatron_lite.data.indexed import DataError
 from megatron_lite.data.samples import parse_split
-from megatron_lite.planner.pipeline import Pipeline, plan_pipeline
+from megatron_lite.planner.automatic import allowed_chunks, plainest_pipeline
+from megatron_lite.planner.pipeline import AUTO, Pipeline
 from megatron_lite.rules import (
     BYTE_VOCABULARY,
     FARTHEST,
@@ -30,6 +31,7 @@ from megatron_lite.rules import (
     nearest_values,
     ranges,
 )
+from megatron_lite.schedules.auto import least_held
 
 PP, SCHEDULE, GROUP = "pipeline_model_parallel_size", "pipeline_schedule", "microbatch_group_size_per_virtual_pipeline_stage"
 CHUNKS, PER_CHUNK = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
@@ -177,6 +179,9 @@ def _pipeline(s: Values) -> Iterator[Problem]:
     except ValueError as error:
         yield _no_plan(s, str(error))
         return
+    if s.pipeline_schedule == AUTO:
+        yield from _automatic(s)
+        return
     if have(s.microbatch_group_size_per_virtual_pipeline_stage) and pipeline.schedule != "interleaved":
         text = f"has no effect: {pipeline.schedule} runs no groups, the interleaved schedule does"
         yield about(s, GROUP, text, f"drop it, or give --{CHUNKS.replace('_', '-')}")
@@ -185,6 +190,23 @@ def _pipeline(s: Values) -> Iterator[Problem]:
         named = [SCHEDULE, *(name for name in (CHUNKS, PER_CHUNK) if getattr(s, name))]
         for text in pipeline.problems(batch // each):
             yield about(s, " ".join(named), text.split(": ", 1)[-1])
+
+
+def _automatic(s: Values) -> Iterator[Problem]:
+    """Whether any schedule that may be chosen runs, and within the memory limit."""
+    batch, each = s.global_batch_size, (s.micro_batch_size or 0) * (s.dp or 0)
+    if not batch or not each or batch % each:
+        return
+    chunks = allowed_chunks(s.num_layers, _parallel(s))
+    named = " ".join([SCHEDULE, *(name for name in (CHUNKS, PER_CHUNK) if getattr(s, name))])
+    least = least_held(s.pipeline_model_parallel_size, batch // each, chunks)
+    if least is None:
+        text = f"no schedule runs {chunks[0]} chunks per rank and {batch // each} microbatches per step"
+        fix = f"{nearest_values(**{CHUNKS: [2]})}; or give a batch of at least --pipeline-model-parallel-size microbatches"
+        yield about(s, named, text, fix)
+    elif s.pipeline_memory_limit is not None and s.pipeline_memory_limit < least:
+        text = f"no schedule holds so little; the least that any does is {least:g} microbatch{'es' * (least != 1)} per rank"
+        yield about(s, f"pipeline_memory_limit {named}", text, f"nearest value that works: --pipeline-memory-limit {least:g}")
 
 
 def _no_plan(s: Values, why: str) -> Problem:
@@ -199,8 +221,12 @@ def _no_plan(s: Values, why: str) -> Problem:
 
 def _plan(s: Values, **changed: int) -> Pipeline:
     """The pipeline of these settings, some of them changed; ValueError where the layers do not fill it."""
+    return plainest_pipeline(changed.get("num_layers", s.num_layers), _parallel(s, **changed))
+
+
+def _parallel(s: Values, **changed: int) -> ParallelConfig:
     values = vars(s) | changed
-    return plan_pipeline(values["num_layers"], ParallelConfig(**{f.name: values[f.name] for f in fields(ParallelConfig)}))
+    return ParallelConfig(**{f.name: values[f.name] for f in fields(ParallelConfig)})
 
 
 def _plans(s: Values, name: str, number: int) -> bool:

@@ -76,9 +76,9 @@ class _BlockCausal(torch.autograd.Function):
         out = torch.empty((s, b, groups, per_group, d), dtype=q.dtype, device=q.device)
         by_head = out.permute(1, 2, 0, 3, 4)  # [b, k, s, g, d]
         keep_all = s <= KEEP_PROBABILITIES_UP_TO and ctx.needs_input_grad[0]
-        kept, drops = [], []
+        kept, drops, future = [], [], _future(min(block, s), per_group, q)
         for begin, end in _blocks(s, block):
-            probabilities = _probabilities(q, k, begin, end, per_group)  # [b k, (end - begin) g, end]
+            probabilities = _probabilities(q, k, begin, end, per_group, future)  # [b k, (end - begin) g, end]
             kept.append(probabilities if keep_all else None)
             drops.append(_drop_scale(probabilities, p, generator))
             if drops[-1] is not None:
@@ -97,18 +97,19 @@ class _BlockCausal(torch.autograd.Function):
         dq = torch.empty_like(q)
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         dk, dv = (torch.zeros(k.shape, dtype=exact, device=k.device) for _ in range(2))
+        future = _future(min(ctx.block, s), per_group, q)
         for n, (begin, end) in enumerate(_blocks(s, ctx.block)):
             rows = slice(begin * per_group, end * per_group)
             probabilities = ctx.kept[n]
             if probabilities is None:
-                probabilities = _probabilities(q, k, begin, end, per_group)
+                probabilities = _probabilities(q, k, begin, end, per_group, future)
             drop = ctx.drops[n]
             used = probabilities if drop is None else probabilities * drop
             dp = torch.bmm(dout[:, rows], v[:, :end].transpose(1, 2))
             if drop is not None:
                 dp *= drop
             dv[:, :end] += torch.bmm(used.transpose(1, 2), dout[:, rows])
-            ds = torch._softmax_backward_data(dp, probabilities, -1, q.dtype)
+            ds = torch._softmax_backward_data(dp, probabilities, -1, q.dtype, grad_input=dp)
             dq[:, rows] = torch.bmm(ds, k[:, :end])
             dk[:, :end] += torch.bmm(ds.transpose(1, 2), q[:, rows])
             ctx.kept[n] = None
@@ -122,12 +123,17 @@ def _blocks(s: int, size: int) -> list[tuple[int, int]]:
     return [(i, min(i + size, s)) for i in range(0, s, size)]
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, begin: int, end: int, per_group: int) -> torch.Tensor:
+def _future(block: int, per_group: int, like: torch.Tensor) -> torch.Tensor:
+    """-inf where row (i, g) of a block may not see key j > i of it, else 0.   -> [block g, block]"""
+    mask = torch.full((block, block), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
+    return mask.repeat_interleave(per_group, 0)
+
+
+def _probabilities(q: torch.Tensor, k: torch.Tensor, begin: int, end: int, per_group: int, future: torch.Tensor):
     """softmax(q k^T) of query rows begin..end against keys 0..end.   -> [b k, (end - begin) g, end]"""
     scores = torch.bmm(q[:, begin * per_group : end * per_group], k[:, :end].transpose(1, 2))
-    future = torch.full((end - begin, end - begin), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
-    scores[:, :, begin:end] += future.repeat_interleave(per_group, 0)  # row (i, g) sees keys 0..i
-    return torch.softmax(scores, -1)
+    scores[:, :, begin:end] += future[: (end - begin) * per_group, : end - begin]  # the last block may be shorter
+    return torch.softmax(scores, -1, out=scores)
 
 
 def _drop_scale(x: torch.Tensor, p: float, generator: torch.Generator | None) -> torch.Tensor | None:

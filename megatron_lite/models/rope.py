@@ -56,8 +56,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, 
     out = new(x)
     out.copy_(x)  # first, so that the arithmetic runs in the new layout
     first, second = _pairs(out, half, interleaved)
-    turned_first = torch.addcmul(first * cos, second, sin, value=-1)
-    second.copy_(torch.addcmul(second * cos, first, sin))
+    turned_first = (first * cos).addcmul_(second, sin, value=-1)
+    second.copy_((second * cos).addcmul_(first, sin))
     first.copy_(turned_first)
     if 2 * half < x.shape[-1]:
         out[..., 2 * half :].mul_(scale)

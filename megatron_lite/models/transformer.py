@@ -44,8 +44,8 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(f"{name}.mlp", model, tp, init, output_init)
 
     def forward(self, x: torch.Tensor, angles, key: DropoutKey | None) -> torch.Tensor:
-        x = x + self._drop(self.self_attn(self.input_layernorm(x), angles, key), "attention_output", key)
-        return x + self._drop(self.mlp(self.post_attention_layernorm(x)), "mlp_output", key)
+        x = self._drop(self.self_attn(self.input_layernorm(x), angles, key), "attention_output", key).add_(x)
+        return self._drop(self.mlp(self.post_attention_layernorm(x)), "mlp_output", key).add_(x)
 
     def _drop(self, x: torch.Tensor, site: str, key: DropoutKey | None) -> torch.Tensor:
         if key is None or self.p == 0.0:

@@ -78,9 +78,10 @@ class _CrossEntropy(torch.autograd.Function):
         for begin in range(0, rows, chunk):
             part = slice(begin, min(begin + chunk, rows))
             wanted = mask[part].to(exact) if keep_grad else None
-            losses[part], grad = _rows(logits[part], labels[part] - first, wanted, axis, vocab_size, real, smoothing, exact)
-            if keep_grad:
-                logits[part] = grad  # the logits' memory now holds their gradient
+            work = logits[part].to(exact, copy=not keep_grad)  # in fp32 and fp64 the logits themselves
+            losses[part] = _rows(work, labels[part] - first, wanted, axis, vocab_size, real, smoothing)
+            if keep_grad and work.dtype != logits.dtype:
+                logits[part] = work  # the logits' memory now holds their gradient
         if keep_grad:
             ctx.save_for_backward(logits)
         return (losses * mask).sum()
@@ -91,13 +92,12 @@ class _CrossEntropy(torch.autograd.Function):
         return grad.mul_(dloss.to(grad.dtype)), None, None, None, None, None
 
 
-def _rows(logits, target, mask, axis, vocab_size, real, smoothing, exact):
-    """Loss [n] of some rows, and mask x its gradient [n, V/tp] unless `mask` is None. `target` [n] counts from this rank's
-    first column.
+def _rows(work, target, mask, axis, vocab_size, real, smoothing):
+    """Loss [n] of logits `work` [n, V/tp], which become mask x the loss's gradient unless `mask` is None. `target` [n] counts
+    from this rank's first column.
 
     loss = log(sum exp) - (1 - e) * logit[target] - e/V * sum of logits over the true vocabulary
     """
-    work = logits.to(exact, copy=True)  # [n, V/tp]
     work[:, real:] = float("-inf")
     top = work.amax(1) if real else work.new_full((work.shape[0],), float("-inf"))
     top = comm.all_reduce(top, axis, op="max")
@@ -109,13 +109,12 @@ def _rows(logits, target, mask, axis, vocab_size, real, smoothing, exact):
     work.exp_()
     sums = comm.all_reduce(torch.stack([work.sum(1), picked, linear]), axis)  # [3, n]
     loss = sums[0].log() - (1.0 - smoothing) * sums[1] - smoothing / vocab_size * sums[2]
-    if mask is None:
-        return loss, None
-    grad = work.mul_((mask / sums[0]).unsqueeze(1))  # mask x softmax
-    grad.scatter_add_(1, index, mine * ((smoothing - 1.0) * mask).unsqueeze(1))
-    if smoothing:
-        grad[:, :real] -= (smoothing / vocab_size * mask).unsqueeze(1)
-    return loss, grad
+    if mask is not None:
+        work.mul_((mask / sums[0]).unsqueeze(1))  # mask x softmax
+        work.scatter_add_(1, index, mine * ((smoothing - 1.0) * mask).unsqueeze(1))
+        if smoothing:
+            work[:, :real] -= (smoothing / vocab_size * mask).unsqueeze(1)
+    return loss
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, axis: Axis, vocab_size: int,

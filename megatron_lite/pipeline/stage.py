@@ -8,13 +8,17 @@ from megatron_lite.comm.mesh import Mesh
 from megatron_lite.config import Config
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.parallel.tensor import TensorParallel
-from megatron_lite.planner.pipeline import Pipeline
+from megatron_lite.planner.pipeline import Chunk, Pipeline
 
 
 def build_chunks(config: Config, mesh: Mesh, pipeline: Pipeline) -> list[TransformerStage]:
     """This rank's chunks, in chunk order, uninitialised."""
-    parallel, model = config.parallel, config.model
+    return [build_chunk(config, mesh, chunk) for chunk in pipeline.chunks(mesh.pp.rank)]
+
+
+def build_chunk(config: Config, mesh: Mesh, chunk: Chunk) -> TransformerStage:
+    parallel = config.parallel
     dtype = getattr(torch, config.precision.dtype_name)
     tp = TensorParallel(mesh.tp, parallel.sequence_parallel and mesh.tp.size > 1, dtype, mesh.device)
     vocab = config.data.vocab_size, config.padded_vocab_size
-    return [TransformerStage(model, *vocab, chunk.layers, chunk.first, chunk.last, tp) for chunk in pipeline.chunks(mesh.pp.rank)]
+    return TransformerStage(config.model, *vocab, chunk.layers, chunk.first, chunk.last, tp)

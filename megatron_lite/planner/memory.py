@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config import Config
 from megatron_lite.planner.params import chunk_parts, rank_parameters
-from megatron_lite.planner.pipeline import Chunk, pipeline_of
+from megatron_lite.planner.pipeline import Chunk, Pipeline, pipeline_of
 from megatron_lite.schedules.actions import Action
 from megatron_lite.schedules.check import peak_live
 
@@ -142,31 +142,31 @@ def end_activation_bytes(config: Config, chunk: Chunk) -> int:
     return size
 
 
-def transient_bytes(config: Config, rank: int) -> int:
+def transient_bytes(config: Config, rank: int, pipeline: Pipeline) -> int:
     """Bytes of full gradients (ZeRO-2 and 3) and gathered parameters (3) at once on a pipeline rank: those of a unit in use
     and of --zero-prefetch-limit more on their way. ZeRO-3 with a pipeline holds all of them for the step."""
     parallel, (weight, gradient, _) = config.parallel, full_state_bytes(config)
     if parallel.zero_stage < 2:
         return 0
     if parallel.zero_stage == 3 and parallel.pp > 1:
-        return (weight + gradient) * rank_parameters(config, rank)
+        return (weight + gradient) * rank_parameters(config, rank, pipeline)
     pair = [(parallel.no_overlap_grad_reduce, gradient)]
     if parallel.zero_stage == 3:
         pair.append((parallel.no_overlap_param_gather, weight))
     total = 0
     for alone, each in pair:
         window = 1 if alone else 1 + parallel.zero_prefetch_limit
-        runs = [sum(units[i : i + window]) for units in _units(config, rank) for i in range(len(units))]
+        runs = [sum(units[i : i + window]) for units in _units(config, pipeline.chunks(rank)) for i in range(len(units))]
         total += each * max(runs)
     if config.model.tied and parallel.pp == 1:
-        total += gradient * _units(config, rank)[0][0]  # from the head's use of it to the embedding's
+        total += gradient * _units(config, pipeline.chunks(rank))[0][0]  # from the head's use of it to the embedding's
     return total
 
 
-def _units(config: Config, rank: int) -> list[list[int]]:
-    """Parameters of each unit of a pipeline rank's chunks, in order of use."""
+def _units(config: Config, chunks: Sequence[Chunk]) -> list[list[int]]:
+    """Parameters of each unit of these chunks, in order of use."""
     found = []
-    for chunk in pipeline_of(config).chunks(rank):
+    for chunk in chunks:
         parts = chunk_parts(config, chunk)
         layers = parts.pop("layers")
         before = [parts.pop(name) for name in ("embed_tokens", "embed_positions") if name in parts]
@@ -191,16 +191,16 @@ def peak_bytes(actions: Sequence[Action], kept: Sequence[int]) -> int:
     return peak
 
 
-def stage_memory(config: Config, core: str | None = None) -> list[StageMemory]:
-    """The memory of every pipeline rank, first to last."""
+def stage_memory(config: Config, core: str | None = None, pipeline: Pipeline | None = None) -> list[StageMemory]:
+    """The memory of every pipeline rank, first to last; of the flags' own pipeline unless one is given."""
     weight, gradient, optimizer = state_bytes(config)
-    pipeline, layer, plan = pipeline_of(config), layer_activation_bytes(config, core), []
+    pipeline, layer, plan = pipeline or pipeline_of(config), layer_activation_bytes(config, core), []
     for rank, actions in enumerate(pipeline.actions(config.num_microbatches)):
-        count, chunks = rank_parameters(config, rank), pipeline.chunks(rank)
+        count, chunks = rank_parameters(config, rank, pipeline), pipeline.chunks(rank)
         of_chunk = [len(chunk.layers) * layer + end_activation_bytes(config, chunk) for chunk in chunks]
         live = peak_live(actions, pipeline.placement.chunks_per_share)
         layers = tuple(chunk.layers for chunk in chunks)
         state = (round(each * count) for each in (weight, gradient, optimizer))
         activations = peak_bytes(actions, of_chunk)
-        plan.append(StageMemory(rank, layers, count, *state, activations, live, transient_bytes(config, rank)))
+        plan.append(StageMemory(rank, layers, count, *state, activations, live, transient_bytes(config, rank, pipeline)))
     return plan

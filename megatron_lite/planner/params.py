@@ -9,7 +9,7 @@ than one stage the last stage holds a copy of the first stage's embedding; in a 
 from collections import Counter
 
 from megatron_lite.config import Config, ModelConfig
-from megatron_lite.planner.pipeline import Chunk, pipeline_of
+from megatron_lite.planner.pipeline import Chunk, Pipeline, pipeline_of
 
 
 def layer_parts(model: ModelConfig, tp: int = 1) -> dict[str, int]:
@@ -69,17 +69,17 @@ def chunk_parts(config: Config, chunk: Chunk) -> dict[str, int]:
     return parts
 
 
-def rank_parts(config: Config, rank: int) -> dict[str, int]:
-    """Elements that each tp rank of pipeline rank `rank` holds: those of all its chunks."""
+def rank_parts(config: Config, rank: int, pipeline: Pipeline | None = None) -> dict[str, int]:
+    """Elements that each tp rank of pipeline rank `rank` holds: those of all its chunks. `pipeline`: the flags' own."""
     together: Counter[str] = Counter()
-    for chunk in pipeline_of(config).chunks(rank):
+    for chunk in (pipeline or pipeline_of(config)).chunks(rank):
         together.update(chunk_parts(config, chunk))
     return dict(together)
 
 
-def rank_parameters(config: Config, rank: int) -> int:
+def rank_parameters(config: Config, rank: int, pipeline: Pipeline | None = None) -> int:
     """Parameters on each tp rank of a pipeline rank."""
-    return sum(rank_parts(config, rank).values())
+    return sum(rank_parts(config, rank, pipeline).values())
 
 
 def _norm(model: ModelConfig, size: int) -> int:

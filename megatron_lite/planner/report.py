@@ -6,23 +6,29 @@ from operator import attrgetter
 
 from megatron_lite.config import Config
 from megatron_lite.grid import Grid
+from megatron_lite.planner.automatic import choose_pipeline, flop_costs
 from megatron_lite.planner.flops import flops_per_iteration, flops_per_token, tokens_per_iteration
 from megatron_lite.planner.memory import StageMemory, attention_core, stage_memory, state_bytes
 from megatron_lite.planner.params import count_parameters
-from megatron_lite.planner.pipeline import Pipeline, pipeline_of, pipeline_warnings
+from megatron_lite.planner.pipeline import Pipeline, is_automatic, pipeline_of, pipeline_warnings
 from megatron_lite.schedules import SCHEDULES
 from megatron_lite.schedules.draw import draw
-from megatron_lite.schedules.simulate import Timeline, chunk_costs, simulate
+from megatron_lite.schedules.simulate import Costs, Timeline, chunk_costs, simulate
 
 WIDTH = 100  # columns
 DRAWN_RANKS, DRAWN_MICROBATCHES = 16, 8  # a larger schedule is pictured with fewer microbatches
+MOST_DRAWN = 64  # microbatches; of lists that are made for one number, which may be larger, nothing is pictured
 SPANS = 4  # chunks whose layers are all printed
 ALIKE = 3  # so many middle stages that differ in nothing are printed as one row
 
 
 def dry_run_report(config: Config, grid: Grid) -> str:
     """The whole report, at most 100 columns wide except for the drawing of a very large grid."""
-    parts = [draw_grid(grid), stage_table(config), schedule_picture(config), *warnings(config), work(config, grid)]
+    chosen = choose_pipeline(config, config.num_microbatches, flop_costs(config)) if is_automatic(config.parallel) else None
+    pipeline = chosen.pipeline if chosen else pipeline_of(config)
+    notes = [folded(chosen.report)] if chosen else warnings(config)
+    picture = schedule_picture(pipeline, config.num_microbatches, chosen and chosen.costs)
+    parts = [draw_grid(grid), stage_table(config, pipeline), picture, *notes, work(config, grid)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -32,9 +38,9 @@ def draw_grid(grid: Grid) -> str:
     return text if max(map(len, text.splitlines())) <= WIDTH and len(text.splitlines()) <= 40 else text.splitlines()[0]
 
 
-def stage_table(config: Config) -> str:
+def stage_table(config: Config, pipeline: Pipeline) -> str:
     """Layers, parameters and bytes per rank, a row per pipeline rank."""
-    plan = stage_memory(config)
+    plan = stage_memory(config, pipeline=pipeline)
     head = ("stage", "layers", "parameters", "weights", "gradients", "optimizer", "transient", "activations", "total")
     rows = [head, *_rows(plan)]
     if not any(stage.transient for stage in plan):
@@ -49,38 +55,45 @@ def stage_table(config: Config) -> str:
     return "\n".join(lines)
 
 
-def schedule_picture(config: Config) -> str:
+def schedule_picture(pipeline: Pipeline, total: int, costs: Costs | None = None) -> str:
     """The pipeline's timeline; empty without a pipeline. Of many microbatches only the first few are pictured."""
-    pp, total, pipeline = config.parallel.pp, config.num_microbatches, pipeline_of(config)
+    pp = pipeline.placement.pp_size
     if pp == 1:
         return ""
-    title, timeline = f"schedule {pipeline.schedule}", timed(pipeline, total)
+    title, timeline = f"schedule {pipeline.schedule}", timed(pipeline, total, costs)
     bubble = f"{100 * timeline.sync_fraction:.1f}% of the step"
-    if pp > DRAWN_RANKS:
+    shown = few_microbatches(pipeline, total)
+    if pp > DRAWN_RANKS or shown > MOST_DRAWN:
         chunks = f" x {pipeline.num_chunks} chunks" if pipeline.num_chunks > 1 else ""
         return f"{title}: {pp} ranks{chunks}, {total} microbatches; bubble {bubble}"
-    shown = few_microbatches(pipeline, total)
     if shown == total:
         return draw(timeline, title, width=WIDTH)
     note = f"the run has {total} microbatches, of which the picture shows {shown}: its bubble is {bubble}"
-    return draw(timed(pipeline, shown), title, width=WIDTH) + f"\n  {note}"
+    return draw(timed(pipeline, shown, costs), title, width=WIDTH) + f"\n  {note}"
 
 
 def warnings(config: Config) -> list[str]:
     """What the schedule wastes."""
+    return [folded(text) for text in pipeline_warnings(config)]
+
+
+def folded(text: str) -> str:
+    """The text with its lines of more than WIDTH columns folded."""
     fill = partial(textwrap.fill, width=WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
-    return [fill(text) for text in pipeline_warnings(config)]
+    return "\n".join(fill(line) if len(line) > WIDTH else line for line in text.splitlines())
 
 
-def timed(pipeline: Pipeline, num_microbatches: int) -> Timeline:
-    """The pipeline's timeline if F, B and W of a rank's share of the layers each take one."""
-    costs = chunk_costs(1, 1, 1, pipeline.placement.chunks_per_share)
+def timed(pipeline: Pipeline, num_microbatches: int, costs: Costs | None = None) -> Timeline:
+    """The pipeline's timeline; without costs as if F, B and W of a rank's share of the layers each took one."""
+    costs = costs or chunk_costs(1, 1, 1, pipeline.placement.chunks_per_share)
     return simulate(pipeline.actions(num_microbatches), pipeline.placement, costs)
 
 
 def few_microbatches(pipeline: Pipeline, total: int) -> int:
     """As many of `total` microbatches as a picture needs: enough to fill the pipeline, in whole groups."""
     pp = pipeline.placement.pp_size
+    if pipeline.lists is not None:
+        return total  # lists are for so many and no other number
     group = (pipeline.group_size or pp) if SCHEDULES[pipeline.schedule].has_groups else 1
     first = -(-max(DRAWN_MICROBATCHES, pp) // group) * group
     return next((shown for shown in range(first, total, group) if not pipeline.problems(shown)), total)

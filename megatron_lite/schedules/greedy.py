@@ -31,6 +31,7 @@ class Policy(NamedTuple):
     fill: bool  # a waiting W rather than any gap, even if the B or F after it then starts later
 
 
+TRIED = 4  # times p: microbatches with which policies are compared; the steps that more of them add are alike
 POLICIES = tuple(Policy(*answers) for answers in product((True, False), repeat=len(Policy._fields)))
 
 
@@ -59,13 +60,19 @@ def greedy_problems(placement: Placement, memory_limit: float | None) -> list[st
 def greedy_schedule(
     placement: Placement, num_microbatches: int, costs: Costs, memory_limit: float | None = None
 ) -> list[list[Action]]:
-    """The list with the shortest step among those of all policies; at most `memory_limit` microbatches per rank."""
+    """The list with the shortest step among those of all policies; at most `memory_limit` microbatches per rank.
+
+    Of many microbatches only the first few decide on the policy.
+    """
     if problems := greedy_problems(placement, memory_limit) + costs.problems(placement.num_stages):
         raise ScheduleError("; ".join(problems))
     limit = num_microbatches if memory_limit is None else memory_limit
     cap = int(limit * placement.chunks_per_share + 1e-9)
-    lists = [list_schedule(placement, num_microbatches, costs, cap, policy) for policy in POLICIES]
-    return min(lists, key=lambda schedule: simulate(schedule, placement, costs).makespan)
+    few = min(num_microbatches, TRIED * placement.pp_size)
+    lists = [list_schedule(placement, few, costs, cap, policy) for policy in POLICIES]
+    steps = [simulate(schedule, placement, costs).makespan for schedule in lists]
+    best = steps.index(min(steps))
+    return lists[best] if few == num_microbatches else list_schedule(placement, num_microbatches, costs, cap, POLICIES[best])
 
 
 def list_schedule(placement: Placement, num_microbatches: int, costs: Costs, cap: int, policy: Policy) -> list[list[Action]]:

@@ -19,8 +19,10 @@ from megatron_lite.optim.ddp import GradientEngine, Sharding
 from megatron_lite.parallel.shard import initialise
 from megatron_lite.pipeline.executor import Executor
 from megatron_lite.pipeline.stage import build_chunks
-from megatron_lite.planner.pipeline import pipeline_of
+from megatron_lite.planner.automatic import PartCosts
 from megatron_lite.schedules.actions import Action
+from megatron_lite.training.measure import measure_costs
+from megatron_lite.training.settle import Settled, settle_pipeline
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Trainer:
     optimizer: Optimizer
     executor: Executor
     actions: list[Action]
+    settled: Settled  # the pipeline, and why it is this one
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
@@ -56,9 +59,18 @@ def sharding_of(config: Config, mesh: Mesh) -> Sharding:
                     parallel.zero_prefetch_limit, parallel.pp > 1)  # fmt: skip
 
 
-def build_trainer(config: Config, mesh: Mesh) -> Trainer:
-    """Model with its initial weights, buffers, optimizer and executor of this rank."""
-    model, train, pipeline = config.model, config.train, pipeline_of(config)
+def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) -> Trainer:
+    """Model with its initial weights, buffers, optimizer and executor of this rank.
+
+    `costs` are what an automatic pipeline is chosen by; without them they are measured here.
+    """
+    model, train = config.model, config.train
+    length = model.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
+    shape = (length, train.micro_batch_size, model.hidden_size)
+    p2p = P2P(mesh.pp, mesh.device) if mesh.pp.size > 1 else None
+    m = num_microbatches(config, mesh.dp.size)
+    settled = settle_pipeline(config, mesh, m, lambda: costs or measure_costs(config, mesh, p2p, shape))
+    pipeline = settled.pipeline
     chunks = build_chunks(config, mesh, pipeline)
     if train.compile:
         for chunk in chunks:
@@ -67,13 +79,8 @@ def build_trainer(config: Config, mesh: Mesh) -> Trainer:
     engine = GradientEngine(chunks, sharding_of(config, mesh), mesh.tp, mesh.embedding, config.parallel.ddp_bucket_size,
                             partial(initialise, seed=train.seed))  # fmt: skip
     optimizer = Optimizer(engine.buckets, config.optimizer)
-    tp = chunks[0].tp
-    length = model.seq_length // (mesh.tp.size if tp.sequence_parallel else 1)
-    p2p = P2P(mesh.pp, mesh.device) if mesh.pp.size > 1 else None
-    executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, (length, train.micro_batch_size, model.hidden_size),
-                        tp.dtype, mesh.device)  # fmt: skip
-    schedule = pipeline.actions(num_microbatches(config, mesh.dp.size))
-    return Trainer(config, mesh, chunks, engine, optimizer, executor, schedule[mesh.pp.rank])
+    executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device)
+    return Trainer(config, mesh, chunks, engine, optimizer, executor, pipeline.actions(m)[mesh.pp.rank], settled)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -2,7 +2,8 @@
 
     model/<name>               fp32 master weights (the weights themselves in fp32 and fp64), canonical names
     optim/exp_avg/<name> ...   moments, in parameter space under the same names
-    meta                       configuration, layout, iteration, consumed samples, optimizer steps, versions
+    meta                       configuration, layout, iteration, consumed samples, optimizer steps, the pipeline if it was
+                               chosen automatically, versions
 
 Dropout and data order are functions of seed and position (rng.py, data/samples.py), so there is no generator to store.
 """
@@ -74,6 +75,7 @@ def save(trainer: Trainer, progress: Progress) -> Path:
         "consumed_samples": progress.consumed_samples,
         "optimizer_steps": trainer.optimizer.steps,
         "wandb_id": progress.wandb_id,
+        "pipeline": trainer.settled.record,
         "versions": {"megatron_lite": megatron_lite.__version__, "torch": torch.__version__,
                      "python": platform.python_version()},
     }  # fmt: skip

@@ -81,6 +81,8 @@ ROWS = {
     "sequence_parallel": ("ranks 2 --tensor-model-parallel-size 2", "--sequence-parallel", "built"),
     "pipeline_model_parallel_size": ("ranks 2", "--pipeline-model-parallel-size 2", "built"),
     "pipeline_schedule": ("ranks 2 --pipeline-model-parallel-size 2", "--pipeline-schedule gpipe", "built"),
+    "pipeline_memory_limit": (f"{CHUNKED} --pipeline-schedule auto", "--pipeline-memory-limit 1", "built"),
+    "pipeline_split": (f"{CHUNKED} --vocab-size 9000", "--pipeline-split auto", "built"),  # a slow output layer
     "num_virtual_stages_per_pipeline_rank": (CHUNKED, "--num-virtual-stages-per-pipeline-rank 2", "built"),
     "num_layers_per_virtual_pipeline_stage": (CHUNKED, "--num-layers-per-virtual-pipeline-stage 1", "built"),
     "microbatch_group_size_per_virtual_pipeline_stage": (
