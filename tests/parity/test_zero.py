@@ -52,15 +52,11 @@ LAYOUTS = {  # name -> (ranks, data-parallel ranks, flags)
     "pp2_dp4": (8, 4, {"pp": 2}),
 }
 FAST = {  # what runs on every commit: (stage, layout, model, accumulation, optimizer)
-    ("zero1", "dp2", "gpt_tied", "several", "adam"), ("zero1", "dp4", "llama_untied", "one", "sgd"),
-    ("zero1", "tp2_dp2", "llama_untied", "several", "sgd"), ("zero1", "pp2_dp2", "gpt_tied", "several", "adam"),
-    ("zero2", "dp2", "gpt_tied", "several", "sgd"), ("zero2", "dp4", "llama_untied", "one", "adam"),
-    ("zero2", "tp2_dp2", "gpt_tied", "several", "adam"), ("zero2", "pp2_dp2", "gpt_tied", "several", "sgd"),
-    ("zero2", "zb-h1_dp2", "llama_untied", "several", "adam"), ("zero2", "zbv_dp2", "gpt_tied", "several", "adam"),
-    ("zero3", "dp2", "gpt_tied", "several", "adam"), ("zero3", "dp4", "llama_untied", "several", "sgd"),
-    ("zero3", "dp2", "llama_untied", "one", "sgd"), ("zero3", "tp2_dp2", "llama_untied", "several", "adam"),
-    ("zero3", "pp2_dp2", "gpt_tied", "several", "sgd"), ("zero3", "interleaved_dp2", "llama_untied", "several", "adam"),
-    ("hybrid1", "dp4", "gpt_tied", "several", "sgd"), ("hybrid2", "dp4", "gpt_tied", "several", "adam"),
+    ("zero1", "dp2", "gpt_tied", "several", "adam"), ("zero1", "tp2_dp2", "llama_untied", "several", "sgd"),
+    ("zero2", "dp2", "gpt_tied", "several", "sgd"), ("zero2", "pp2_dp2", "gpt_tied", "several", "adam"),
+    ("zero2", "zbv_dp2", "gpt_tied", "several", "adam"), ("zero3", "dp2", "gpt_tied", "several", "adam"),
+    ("zero3", "dp4", "llama_untied", "one", "sgd"), ("zero3", "tp2_dp2", "llama_untied", "several", "adam"),
+    ("zero3", "pp2_dp2", "gpt_tied", "several", "sgd"), ("hybrid2", "dp4", "gpt_tied", "several", "adam"),
     ("hybrid3", "dp4", "llama_untied", "several", "sgd"), ("zero3", "tp2_pp2_dp2", "gpt_tied", "several", "adam"),
 }  # fmt: skip
 
@@ -69,6 +65,11 @@ def possible(stage, layout, accumulation):
     """Hybrid needs four ranks to share and repeat; a chunked or split pipeline more than one microbatch."""
     _, dp, flags = LAYOUTS[layout]
     return (dp == 4 or not stage.startswith("hybrid")) and (accumulation == "several" or set(flags) <= {"tp", "sp", "pp"})
+
+
+def slow(*case):
+    """A case that runs with --full alone."""
+    return pytest.param(*case, marks=pytest.mark.full)
 
 
 CASES = [pytest.param(*case, marks=[] if case in FAST else pytest.mark.full)
@@ -106,8 +107,8 @@ def assert_same_bits(run, other):
             assert torch.equal(tensor, other[kind][name]), f"{kind} of {name}"
 
 
-@pytest.mark.parametrize(("stage", "layout"), [("zero1", "dp4"), ("zero2", "dp2"), ("zero3", "dp4"), ("hybrid3", "dp4"),
-                                               ("zero2", "zb-h1_dp2"), ("zero3", "pp2_dp2")])  # fmt: skip
+@pytest.mark.parametrize(("stage", "layout"), [slow("zero1", "dp4"), ("zero2", "dp2"), ("zero3", "dp2"), slow("hybrid3", "dp4"),
+                                               slow("zero2", "zb-h1_dp2"), slow("zero3", "pp2_dp2")])  # fmt: skip
 def test_overlap_changes_no_bit(pool, stage, layout):
     """Nor does the number of units ahead, the transport, or a second run; in bf16, where every rounding shows."""
     off = {"no_overlap_grad_reduce": True, "no_overlap_param_gather": True}
@@ -119,7 +120,7 @@ def test_overlap_changes_no_bit(pool, stage, layout):
         assert_same_bits(run, runs[0])
 
 
-@pytest.mark.parametrize("layout", ["dp4", "pp2_dp2"])
+@pytest.mark.parametrize("layout", ["dp4", slow("pp2_dp2")])
 def test_stage_1_has_the_bits_of_stage_0(pool, layout):
     """An all-reduce is a reduce-scatter and a gather: the same sums in the same order. (Stage 2 adds up in another order.)"""
     config = dataclasses.replace(GPT, hidden_dropout=0.2, attention_dropout=0.2)
@@ -128,7 +129,8 @@ def test_stage_1_has_the_bits_of_stage_0(pool, layout):
     assert_same_bits(*runs)
 
 
-@pytest.mark.parametrize(("stage", "layout"), [("zero2", "dp2"), ("zero3", "dp2"), ("zero3", "tp2_dp2"), ("hybrid3", "dp4")])
+@pytest.mark.parametrize(("stage", "layout"), [slow("zero2", "dp2"), ("zero3", "dp2"), slow("zero3", "tp2_dp2"),
+                                               slow("hybrid3", "dp4")])  # fmt: skip
 def test_dropout(pool, stage, layout):
     model = dataclasses.replace(GPT, hidden_dropout=0.2, attention_dropout=0.2)
     runs = [run_everywhere(pool, config_of(name, layout, model), LAYOUTS[layout][0], 3) for name in (stage, "zero0")]
@@ -160,8 +162,8 @@ def resumed(pool, fn, folder, stage, layout, precision):
     return merge(pool.run(fn, world, world, config))
 
 
-@pytest.mark.parametrize(("stage", "layout"), [("zero1", "dp2"), ("zero2", "tp2_dp2"), ("zero3", "dp4"), ("hybrid2", "dp4"),
-                                               ("zero3", "pp2_dp2")])  # fmt: skip
+@pytest.mark.parametrize(("stage", "layout"), [("zero1", "dp2"), ("zero2", "dp2"), ("zero3", "dp2"), slow("zero2", "tp2_dp2"),
+                                               slow("hybrid2", "dp4"), slow("zero3", "pp2_dp2")])  # fmt: skip
 def test_a_resumed_run_has_the_same_bits(pool, tmp_path, stage, layout):
     straight = resumed(pool, save_and_go_on, tmp_path, stage, layout, "bf16")
     assert_same_bits(resumed(pool, load_and_go_on, tmp_path, stage, layout, "bf16"), straight)
@@ -169,10 +171,10 @@ def test_a_resumed_run_has_the_same_bits(pool, tmp_path, stage, layout):
 
 @pytest.mark.parametrize(("source", "targets"), [
     (("zero0", "dp2"), [("zero3", "dp4"), ("zero1", "pp2_dp2")]),
-    (("zero1", "tp2_dp2"), [("zero2", "dp4"), ("zero0", "dp2")]),
-    (("zero2", "pp2_dp2"), [("zero3", "tp2_dp2"), ("hybrid1", "dp4")]),
+    slow(("zero1", "tp2_dp2"), [("zero2", "dp4"), ("zero0", "dp2")]),
+    slow(("zero2", "pp2_dp2"), [("zero3", "tp2_dp2"), ("hybrid1", "dp4")]),
     (("zero3", "dp4"), [("zero0", "dp2"), ("zero2", "zbv_dp2")]),
-    (("hybrid3", "dp4"), [("zero1", "dp2"), ("zero3", "pp2_dp2")]),
+    slow(("hybrid3", "dp4"), [("zero1", "dp2"), ("zero3", "pp2_dp2")]),
 ])  # fmt: skip
 def test_any_stage_loads_what_any_stage_saved(pool, tmp_path, source, targets):
     straight = resumed(pool, save_and_go_on, tmp_path, *source, "fp64")
@@ -198,8 +200,8 @@ def frozen_run(rank, world, config, steps):
 
 
 @pytest.mark.parametrize(("stage", "layout", "model"), [
-    ("zero0", "dp2", "llama_untied"), ("zero1", "dp2", "gpt_tied"), ("zero2", "dp2", "llama_untied"),
-    ("zero3", "dp4", "gpt_tied"), ("zero3", "tp2_dp2", "llama_untied"), ("hybrid3", "dp4", "llama_untied"),
+    ("zero0", "dp2", "llama_untied"), slow("zero1", "dp2", "gpt_tied"), ("zero2", "dp2", "llama_untied"),
+    ("zero3", "dp2", "gpt_tied"), slow("zero3", "tp2_dp2", "llama_untied"), slow("hybrid3", "dp4", "llama_untied"),
 ])  # fmt: skip
 def test_frozen_parameters(pool, stage, layout, model):
     config, world = config_of(stage, layout, model), LAYOUTS[layout][0]
@@ -216,7 +218,8 @@ def unused_run(rank, world, config, steps):
     return run_steps(trainer, range(steps))
 
 
-@pytest.mark.parametrize(("stage", "layout"), [("zero1", "dp2"), ("zero2", "dp2"), ("zero2", "zb-h1_dp2"), ("zero3", "dp2")])
+@pytest.mark.parametrize(("stage", "layout"), [("zero1", "dp2"), slow("zero2", "dp2"), slow("zero2", "zb-h1_dp2"),
+                                               ("zero3", "dp2")])  # fmt: skip
 def test_contributions_that_never_come(pool, references, stage, layout):
     world = LAYOUTS[layout][0]
     run = merge(pool.run(unused_run, world, world, config_of(stage, layout, "gpt_tied"), 5))
@@ -248,7 +251,8 @@ def evaluated_run(rank, world, config):
     return found
 
 
-@pytest.mark.parametrize(("stage", "layout"), [("zero1", "dp2"), ("zero2", "pp2_dp2"), ("zero3", "dp2"), ("zero3", "zbv_dp2")])
+@pytest.mark.parametrize(("stage", "layout"), [("zero1", "dp2"), slow("zero2", "pp2_dp2"), ("zero3", "dp2"),
+                                               slow("zero3", "zbv_dp2")])  # fmt: skip
 def test_evaluation_sees_the_newest_parameters(pool, stage, layout):
     world = LAYOUTS[layout][0]
     for found in pool.run(evaluated_run, world, world, config_of(stage, layout, "gpt_tied")):
@@ -286,7 +290,7 @@ def memory(rank, world, config):
 @pytest.mark.parametrize(("stage", "bytes_per_parameter"), [
     ("zero0", lambda n: 18), ("zero1", lambda n: 6 + 12 / n), ("zero2", lambda n: 2 + 16 / n), ("zero3", lambda n: 18 / n),
 ])  # fmt: skip
-@pytest.mark.parametrize("layout", ["dp2", "dp4"])
+@pytest.mark.parametrize("layout", ["dp2", slow("dp4")])
 def test_what_a_rank_keeps(pool, stage, bytes_per_parameter, layout):
     """bf16 weights, fp32 gradients, masters and moments: the formulas of the ZeRO paper with 4 bytes per gradient."""
     world = LAYOUTS[layout][0]
@@ -298,7 +302,7 @@ def test_what_a_rank_keeps(pool, stage, bytes_per_parameter, layout):
                                                      0 if stage in ("zero2", "zero3") else everything]  # fmt: skip
 
 
-@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("limit", [1, slow(2)])
 def test_what_a_step_brings(pool, limit):
     """A unit in use and `limit` on their way, of parameters and of gradients; with a pipeline each unit once a step."""
     config = config_of("zero3", "dp2", LLAMA, zero_prefetch_limit=limit)
