@@ -138,8 +138,8 @@ class Run:
         print(f"GEMM ceiling at the {when}, GFLOP/s: {text}", flush=True)
 
     def ceiling_of(self, dtype: str) -> float:
-        """The better of the ceilings measured so far, GFLOP/s."""
-        return max(rates[dtype]["all"] for rates in self.result["ceiling"].values())
+        """The better of the ceilings measured so far, GFLOP/s; not a number where none was."""
+        return max((rates[dtype]["all"] for rates in self.result["ceiling"].values()), default=float("nan"))
 
     def block(self, group: str, dtype: str) -> None:
         """Run the contenders of one block and keep what they answered."""

@@ -62,7 +62,6 @@ def main(argv=None) -> None:
     driver = argparse.Namespace(**vars(args), pp_splits=[], litgpt_python=sys.executable)
     with tempfile.TemporaryDirectory(prefix="zero-", ignore_cleanup_errors=True) as folder:
         run = throughput.Run(driver, Path(folder))
-        run.ceiling("start")
         run.measure("dp", args.dtype, [*OURS, *(row for peer in PEERS for row in (peer, with_heap(peer)))])
         run.summarise()
     block = run.result["blocks"][0]
