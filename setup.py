@@ -39,6 +39,7 @@ setup(
             "pretrain_gpt = pretrain_gpt:main",
             "megatron-preprocess-data = tools.preprocess_data:main",
             "megatron-draw-schedule = tools.draw_schedule:main",
+            "megatron-trace = tools.trace:main",
             "megatron-generate = tools.generate:main",
         ]
     },

@@ -91,3 +91,32 @@ def block(group: str, dtype: str, splits: list[list[int]], compiled: bool, extra
         if compiled:
             rows.append(Contender("ours-compiled", "ours", group, compile=True, options=options))
     return rows
+
+
+# Rows of benchmarks/pipeline_bubble.py: name -> (our schedule, torch's by our name of it, layers of each stage).
+PIPELINES = {
+    "gpipe": ("gpipe", "gpipe", [4, 4]),
+    "1f1b": ("1f1b", "1f1b", [4, 4]),
+    "1f1b-5+3": ("1f1b", "1f1b", [5, 3]),
+    "interleaved": ("interleaved", "interleaved", [2, 2, 2, 2]),
+    "interleaved-3+2+2+1": ("interleaved", "interleaved", [3, 2, 2, 1]),
+    "interleaved-zb": (None, "interleaved-zb", [2, 2, 2, 2]),
+    "zb-h1": ("zb-h1", None, [4, 4]),
+    "zb-h1-5+3": ("zb-h1", None, [5, 3]),
+    "zbv": ("zbv", "zbv", [2, 2, 2, 2]),
+    "dualpipev": ("dualpipev", "dualpipev", [2, 2, 2, 2]),
+}
+
+
+def pipelines(names: list[str], heap: bool) -> list[Contender]:
+    """Torch's pipeline schedules and ours at the same cut of the layers; with `heap` torch also with our allocator."""
+    rows = []
+    for name in names:
+        ours, theirs, split = PIPELINES[name]
+        if theirs:
+            peer = Contender(f"torch {name}", "torch_pp", "pp", options={"schedule": theirs, "split": split})
+            rows += [peer, with_heap(peer)] if heap else [peer]
+        if ours:
+            options = {"schedule": ours, "split": [split[0], split[-1]]}
+            rows.append(Contender(f"ours {name}", "ours", "pp", options=options))
+    return rows

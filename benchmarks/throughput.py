@@ -13,6 +13,7 @@ Run it on a quiet machine: "cpu %" well under 100 for single-process rows says t
 import argparse
 import fnmatch
 import json
+import math
 import os
 import platform
 import sys
@@ -125,7 +126,7 @@ class Run:
 
     def ceiling(self, when: str) -> None:
         """Measure GEMM speed in a process of its own."""
-        handle = self.start(Contender("ceiling", "ceiling", "single", heap=True), "fp32")
+        handle = self.start(Contender("ceiling", "ceiling", "single", heap=True, options={"dtypes": self.args.dtype}), "fp32")
         try:
             handle.hear(120)
             rates = self.result["ceiling"][when] = handle.run(1)["gflops"]
@@ -138,20 +139,22 @@ class Run:
         print(f"GEMM ceiling at the {when}, GFLOP/s: {text}", flush=True)
 
     def ceiling_of(self, dtype: str) -> float:
-        """The better of the ceilings measured so far, GFLOP/s; not a number where none was."""
-        return max((rates[dtype]["all"] for rates in self.result["ceiling"].values()), default=float("nan"))
+        """The better of the ceilings measured so far, GFLOP/s; nan if none was."""
+        return max((rates[dtype]["all"] for rates in self.result["ceiling"].values()), default=math.nan)
 
     def block(self, group: str, dtype: str) -> None:
         """Run the contenders of one block and keep what they answered."""
         args = self.args
-        self.measure(group, dtype, block(group, dtype, self.splits, args.compile, args.extra, not args.skip_ours))
+        contenders = [
+            c
+            for c in block(group, dtype, self.splits, args.compile, args.extra, not args.skip_ours)
+            if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in args.contenders)
+        ]
+        if contenders:
+            self.measure(contenders, group, dtype)
 
-    def measure(self, group: str, dtype: str, contenders: list[Contender]) -> None:
-        """Run those of the contenders that were asked for."""
-        wanted = self.args.contenders
-        contenders = [c for c in contenders if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in wanted)]
-        if not contenders:
-            return
+    def measure(self, contenders: list[Contender], group: str, dtype: str) -> None:
+        """Run these contenders beside each other."""
         failed: dict[str, str] = {}
         handles = self.start_all(contenders, dtype, failed)
         try:

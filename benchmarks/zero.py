@@ -9,6 +9,7 @@
 """
 
 import argparse
+import fnmatch
 import json
 import sys
 import tempfile
@@ -62,7 +63,9 @@ def main(argv=None) -> None:
     driver = argparse.Namespace(**vars(args), pp_splits=[], litgpt_python=sys.executable)
     with tempfile.TemporaryDirectory(prefix="zero-", ignore_cleanup_errors=True) as folder:
         run = throughput.Run(driver, Path(folder))
-        run.measure("dp", args.dtype, [*OURS, *(row for peer in PEERS for row in (peer, with_heap(peer)))])
+        rows = [*OURS, *(row for peer in PEERS for row in (peer, with_heap(peer)))]
+        wanted = [row for row in rows if any(fnmatch.fnmatchcase(row.name, pattern) for pattern in args.contenders)]
+        run.measure(wanted, "dp", args.dtype)
         run.summarise()
     block = run.result["blocks"][0]
     block["ratios"], lines = {}, ratios(block["rows"])

@@ -25,7 +25,6 @@ COLUMN = 48  # where values begin in it
 
 # Megatron's flags that people bring along in their scripts, and what to do about them here.
 ELSEWHERE = {
-    "--fp16": "use --bf16",
     "--use-flash-attn": "drop it: the attention kernel follows from the device",
     "--attention-backend": "drop it: the attention kernel follows from the device",
     "--transformer-impl": "drop it: every layer is plain PyTorch",
@@ -41,7 +40,10 @@ ELSEWHERE = {
     "--log-throughput": "drop it: the log line always has the throughput",
     "--exit-signal-handler": "drop it: signals are always handled",
     "--no-create-attention-mask-in-dataloader": "drop it: no mask is ever built",
-    "--no-check-for-nan-in-loss-and-grad": "drop it: a step that is not finite is always found",
+    "--check-for-nan-in-loss-and-grad": "drop it: a step that is not finite is always found; see --max-consecutive-skips",
+    "--no-check-for-nan-in-loss-and-grad": "drop it: a step that is not finite is always found, and skipped",
+    "--fp8-amax-compute-algo": "drop it: the largest of the --fp8-amax-history-len counts",
+    "--fp16-lm-cross-entropy": "drop it: the loss is always computed in fp32",
     "--tensorboard-log-interval": "use --log-interval",
     "--wandb-run-name": "use --wandb-exp-name",
     "--tp": "use --tensor-model-parallel-size",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_lite.grid import Grid
-from megatron_lite.schedules import SCHEDULES
+from megatron_lite.schedules import EVERY
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # their place is the ZeRO stage
 
@@ -88,18 +88,27 @@ class ParallelConfig:
     sequence_parallel: bool = flag(False, "cut the activations between tensor-parallel regions over tp along the sequence")
     pipeline_model_parallel_size: int = flag(1, "ranks that share the layers (pp)")
     pipeline_schedule: str = flag("1f1b", "order of forwards and backwards on each pipeline rank (see docs/parallelism.md)",
-        choices=(*SCHEDULES, "auto"))  # fmt: skip
+        choices=(*EVERY, "auto"))  # fmt: skip
     pipeline_memory_limit: float | None = flag(None, "most microbatches of activations per pipeline rank, in units of its share "
         "of the layers, that --pipeline-schedule auto may choose to hold (default: no limit)", type=float)  # fmt: skip
     pipeline_split: str = flag("even", "layers per stage: even, or auto: as many as make all ranks take equally long, embedding "
         "and output layer counted (--pipeline-schedule auto tries both)", choices=("even", "auto"))  # fmt: skip
+    pipeline_schedule_file: str | None = flag(None, "text file with a list of actions for each pipeline rank, instead of a "
+        "schedule by name (see docs/parallelism.md)", type=str)  # fmt: skip
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, "chunks per pipeline rank; with 1f1b 2 or more interleave "
         "them (default: as many as the schedule needs, 1 or 2)", type=int)  # fmt: skip
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "the same, given as layers per chunk", type=int)
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(None, "microbatches that go through one chunk before "
         "the next chunk's turn (interleaved; default: as many as pipeline ranks)", type=int)  # fmt: skip
+    pipeline_drain_interval: int = flag(100, "steps after which an asynchronous pipeline runs empty; it does too before it "
+        "evaluates, saves, or ends")  # fmt: skip
+    pipemare_annealing_iters: int | None = flag(None, "steps in which pipemare's rates rise from lr / delay to lr; 0: at once "
+        "(default: 5 x the warm-up, without one a quarter of the run)", type=int)  # fmt: skip
+    pipemare_correction_decay: float = flag(0.135, "D of pipemare's estimate of the forward's weights for the backward; 0: none")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first stage (default: an even split)", type=int)
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last stage (default: an even split)", type=int)
+    grad_reduce_dtype: str = flag("fp32", "what gradients travel as between data-parallel ranks; sums are in fp32 either way",
+        choices=("fp32", "bf16"), stands_for=("--grad-reduce-in-bf16", "bf16"))  # fmt: skip
     no_overlap_grad_reduce: bool = flag(False, "reduce gradients after the last backward instead of inside it")
     zero_stage: int = flag(0, "what dp x cp shards: 0 nothing, 1 masters and moments, 2 also gradients, 3 also parameters",
         choices=(0, 1, 2, 3), stands_for=("--use-distributed-optimizer", 1))  # fmt: skip
@@ -156,11 +165,29 @@ class PrecisionConfig:
     """precision"""
 
     bf16: bool = flag(False, "bf16 weights and activations; fp32 master weights, moments and gradient sums")
+    fp16: bool = flag(False, "fp16 weights and activations, a loss scale; fp32 master weights, moments and gradient sums")
     fp64: bool = flag(False, "double precision throughout, for parity tests")
+    loss_scale: float | None = flag(None, "constant loss scale of --fp16 (default: a dynamic one)", type=float)
+    initial_loss_scale: float = flag(2.0**32, "dynamic loss scale: where it starts")
+    min_loss_scale: float = flag(1.0, "dynamic loss scale: it never falls below")
+    loss_scale_window: int = flag(1000, "dynamic loss scale: steps in a row without overflow after which it doubles")
+    hysteresis: int = flag(2, "dynamic loss scale: overflows before it is halved; renewed when it doubles")
+    fp8_format: str | None = flag(None, "linears of the layers multiply in 8 bits (with --bf16): e4m3 throughout, or hybrid: "
+        "gradients in e5m2", type=str, choices=("e4m3", "hybrid"))  # fmt: skip
+    fp8_recipe: str = flag("delayed", "scales from a tensor's last uses (delayed) or from itself (tensorwise)",
+        choices=("delayed", "tensorwise"))  # fmt: skip
+    fp8_amax_history_len: int = flag(1, "delayed scaling: uses whose largest value sets the scale")
+    fp8_margin: int = flag(0, "scales are lower by 2 to this power")
+    first_last_layers_bf16: bool = flag(False, "the first and the last layer do not multiply in 8 bits")
 
     @property
     def dtype_name(self) -> str:
-        return "bfloat16" if self.bf16 else "float64" if self.fp64 else "float32"
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
+
+    @property
+    def master_weights(self) -> bool:
+        """Whether the optimizer keeps fp32 weights beside 16-bit ones."""
+        return self.bf16 or self.fp16
 
 
 @dataclass(frozen=True)
@@ -188,6 +215,8 @@ class TrainConfig:
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", type=int)
     exit_interval: int | None = flag(None, "stop (and save) at iterations divisible by this", type=int)
     exit_duration_in_mins: float | None = flag(None, "stop (and save) after so many minutes", type=float)
+    max_consecutive_skips: int = flag(10, "steps in a row without a finite loss and gradient that end the run; "
+        "overflows for which --fp16 has a lower loss scale to try are not counted")  # fmt: skip
     eval_iters: int = flag(100, "batches per evaluation")
     eval_interval: int | None = flag(None, "iterations between evaluations (default: none)", type=int)
     seed: int = flag(1234, "seed of weights, data order and dropout")
@@ -221,6 +250,10 @@ class LoggingConfig:
     wandb_entity: str | None = flag(None, "W&B team or user", type=str)
     wandb_save_dir: str | None = flag(None, "folder for W&B's files (default: --save, else the working folder)", type=str)
     log_params_norm: bool = flag(False, "add the norm of the parameters to the log line")
+    trace_dir: str | None = flag(None, "folder for what each rank did and when, one file per rank and step (tools/trace.py)",
+        type=str)  # fmt: skip
+    trace_start: int | None = flag(None, "first iteration that is traced (default: the second of this run)", type=int)
+    trace_steps: int = flag(3, "iterations that are traced")
     peak_tflops: float | None = flag(None, "peak of one device for MFU (default: a known GPU's, measured on CPU)", type=float)
 
 

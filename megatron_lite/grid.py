@@ -14,13 +14,18 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of the five axes. `world_size` = tp * cp * dp * pp. `zero_replicas`: copies of what ZeRO shards."""
+    """Sizes of the five axes. `world_size` = tp * cp * dp * pp.
+
+    `mirrored`: a pipeline runs both ways (DualPipe), so that its ranks r and p-1-r hold the same stages.
+    `zero_replicas`: copies of what ZeRO shards.
+    """
 
     tp: int = 1
     cp: int = 1
     ep: int = 1
     dp: int = 1
     pp: int = 1
+    mirrored: bool = False
     zero_replicas: int = 1
 
     @property

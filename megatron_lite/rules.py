@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_lite.schedules import ASYNCHRONOUS
+
 BYTE_VOCABULARY = 257  # ByteTokenizer: 256 bytes and the end of document
 FARTHEST = 100_000  # how far a suggestion is looked for
 FROM_FILES = ("HuggingFaceTokenizer", "SentencePieceTokenizer")
@@ -21,26 +23,37 @@ AT_LEAST_ONE = (
     "ddp_bucket_size zero_replica_size zero_prefetch_limit "
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
-    "log_interval"
+    "log_interval pipeline_drain_interval trace_start trace_steps loss_scale_window hysteresis max_consecutive_skips "
+    "fp8_amax_history_len"
 ).split()
 AT_LEAST_ZERO = (
-    "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed".split()
-)
+    "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed "
+    "pipemare_annealing_iters fp8_margin"
+).split()
 ABOVE_ZERO = (
     "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
-    "norm_epsilon init_method_std adam_eps pipeline_memory_limit distributed_timeout_minutes exit_duration_in_mins peak_tflops"
+    "norm_epsilon init_method_std adam_eps pipeline_memory_limit distributed_timeout_minutes exit_duration_in_mins peak_tflops "
+    "loss_scale initial_loss_scale min_loss_scale"
 ).split()
 SHARES = (
-    "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction".split()
-)
+    "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction "
+    "pipemare_correction_decay"
+).split()
 
 UNEVEN = "one makes all stages equal, the other does not (--num-virtual-stages-per-pipeline-rank goes with it)"
+CONSTANT = "the scale is constant or dynamic"
 
 FIXED = "one says how the layers are cut, the other leaves it to be found out"
 
 # Flags that exclude each other, and what each of them means.
 CONFLICTS = (
     ("bf16", "fp64", "a run has one precision"),
+    ("bf16", "fp16", "a run has one precision"),
+    ("fp16", "fp64", "a run has one precision"),
+    ("loss_scale", "initial_loss_scale", CONSTANT),
+    ("loss_scale", "min_loss_scale", CONSTANT),
+    ("loss_scale", "loss_scale_window", CONSTANT),
+    ("loss_scale", "hysteresis", CONSTANT),
     ("zero_stage", "data_parallel_sharding_strategy", "both set what is sharded"),
     ("train_iters", "train_samples", "both set the length of the run"),
     ("lr_decay_iters", "lr_decay_samples", "both set the length of the decay"),
@@ -50,6 +63,7 @@ CONFLICTS = (
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "both set the length of the final decay"),
     ("mock_data", "data_path", "the tokens are made up or read, not both"),
     ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "both stretch the positions"),
+    ("pipeline_schedule", "pipeline_schedule_file", "both say what each pipeline rank runs"),
     ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "both set the chunks of a pipeline rank"),
     ("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", UNEVEN),
     ("num_layers_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers", UNEVEN),
@@ -66,7 +80,7 @@ Values = (
 # Flags that do nothing: (flags, when, why and what would give them an effect).
 INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("sequence_parallel", lambda s: s.tensor_model_parallel_size == 1, "needs --tensor-model-parallel-size above 1"),
-    ("pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
+    ("pipeline_schedule pipeline_schedule_file num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
      "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
      "pipeline_split pipeline_memory_limit",
      lambda s: s.pipeline_model_parallel_size == 1, "needs --pipeline-model-parallel-size above 1"),
@@ -74,16 +88,30 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      "needs --pipeline-schedule auto, which chooses by it"),
     ("pipeline_split", lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule == "auto",
      "--pipeline-schedule auto tries both splits and takes the shorter step"),
+    ("pipeline_split", lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule_file is not None,
+     "needs a schedule by name; the layers of --pipeline-schedule-file are split evenly"),
+    ("pipeline_split", lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule in ASYNCHRONOUS,
+     "the layers of an asynchronous pipeline are split evenly, or by --decoder-first/last-pipeline-num-layers"),
     ("microbatch_group_size_per_virtual_pipeline_stage",
      lambda s: s.pipeline_model_parallel_size != 1 and s.pipeline_schedule == "auto",
      "--pipeline-schedule auto takes the smallest groups that waste nothing"),
+    ("pipeline_drain_interval", lambda s: s.pipeline_schedule not in ASYNCHRONOUS or s.pipeline_model_parallel_size == 1,
+     f"needs an asynchronous pipeline: --pipeline-schedule {', '.join(ASYNCHRONOUS)}"),
+    ("pipemare_annealing_iters pipemare_correction_decay",
+     lambda s: s.pipeline_schedule != "pipemare" or s.pipeline_model_parallel_size == 1, "needs --pipeline-schedule pipemare"),
+    ("grad_reduce_dtype", lambda s: s.fp64, "--fp64 gradients travel in fp64"),
+    ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", lambda s: not s.fp16,
+     "needs --fp16; bf16 reaches as far as fp32"),
+    ("fp8_recipe fp8_amax_history_len fp8_margin first_last_layers_bf16", lambda s: s.fp8_format is None,
+     "needs --fp8-format"),
+    ("fp8_amax_history_len", lambda s: s.fp8_recipe != "delayed", "needs --fp8-recipe delayed"),
+    ("no_overlap_grad_reduce grad_reduce_dtype", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
     ("zero_stage data_parallel_sharding_strategy", lambda s: s.dp == 1 and s.zero_stage,
      "needs more than one data-parallel rank, here dp = 1"),
     ("zero_replica_size no_overlap_param_gather zero_prefetch_limit", lambda s: not s.zero_stage,
      "needs --zero-stage 1, 2 or 3"),
     ("zero_prefetch_limit", lambda s: s.no_overlap_param_gather and (s.zero_stage == 1 or s.no_overlap_grad_reduce),
      "nothing is gathered ahead or reduced in the background"),
-    ("no_overlap_grad_reduce", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
      lambda s: s.position_embedding_type != "rope", "needs --position-embedding-type rope"),
     ("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position",
@@ -109,6 +137,11 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("save_interval no_save_optim", lambda s: s.save is None, "needs --save"),
     ("no_load_optim finetune", lambda s: s.load is None, "needs --load"),
     ("wandb_exp_name wandb_entity wandb_save_dir", lambda s: s.wandb_project is None, "needs --wandb-project"),
+    ("trace_start trace_steps", lambda s: s.trace_dir is None, "needs --trace-dir"),
+    ("trace_dir", lambda s: s.pipeline_schedule in ASYNCHRONOUS and s.pipeline_model_parallel_size != 1,
+     "a trace shows single steps, and an asynchronous pipeline does not end them"),
+    ("trace_start", lambda s: have(s.trace_start, s.train_iters) and s.trace_start > s.train_iters,
+     "the run ends before that iteration"),
     ("world_size", lambda s: not s.dry_run, "needs --dry-run; a run's world size is the launcher's"),
 )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Can a run be what its flags say? `validate` answers with every problem at once; it starts nothing and reads no file.
+"""Can a run be what its flags say? `validate` answers with every problem at once; it starts nothing and reads no file but
+a schedule.
 
     --num-attention-heads 6 --tensor-model-parallel-size 4: 6 heads cannot be cut into 4 equal parts; nearest values
     that work: --num-attention-heads 4 or 8, --tensor-model-parallel-size 3 or 6
@@ -10,6 +11,7 @@ A value out of range is taken as absent by the rules after it, so that one mista
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from fractions import Fraction
 from functools import partial
 
 from megatron_lite.config import GROUPS, Config, ParallelConfig
@@ -31,10 +33,15 @@ from megatron_lite.rules import (
     nearest_values,
     ranges,
 )
+from megatron_lite.schedules import ASYNCHRONOUS
+from megatron_lite.schedules.actions import ScheduleError
 from megatron_lite.schedules.auto import least_held
 
-PP, SCHEDULE, GROUP = "pipeline_model_parallel_size", "pipeline_schedule", "microbatch_group_size_per_virtual_pipeline_stage"
+PP, GROUP = "pipeline_model_parallel_size", "microbatch_group_size_per_virtual_pipeline_stage"
+SCHEDULE, FILE = "pipeline_schedule", "pipeline_schedule_file"
 CHUNKS, PER_CHUNK = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
+MICROBATCHES = 1 << 21  # that a pipeline message can tell apart (comm/p2p.py)
+FP8_MULTIPLE = 16  # parallel/fp8.py
 ENDS = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
 
@@ -43,7 +50,8 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
-    for rules in (_attention, _positions, _layout, _zero, _batch, _pipeline, _rate, _warmup, _data):
+    for rules in (_attention, _positions, _layout, _zero, _batch, _pipeline, _asynchronous, _scale, _fp8, _rate, _warmup,
+                  _data):  # fmt: skip
         problems += rules(values)
     return problems
 
@@ -120,6 +128,9 @@ def _zero(s: Values) -> Iterator[Problem]:
     """Copies of a sharded model state, and what is gathered at a time."""
     if not s.zero_stage or not have(s.dp) or s.dp == 1:
         return
+    if s.pipeline_schedule in ASYNCHRONOUS and s.pipeline_model_parallel_size != 1:
+        text = "contradict each other: an asynchronous pipeline keeps several versions of whole weights"
+        yield about(s, "zero_stage pipeline_schedule", text, "nearest values that work: --zero-stage 0")
     copies = s.zero_replica_size
     if have(copies) and (s.dp % copies or copies == s.dp):
         text = f"{s.dp} data-parallel ranks cannot hold {copies} equal, sharded copies"
@@ -170,26 +181,25 @@ def _pipeline(s: Values) -> Iterator[Problem]:
         return
     if min(s.num_layers, s.pipeline_model_parallel_size) > FARTHEST:
         return  # more stages than can be listed; no world is that large
-    if s.pipeline_schedule == "dualpipe":
-        text = "each stage lies on two ranks, and nothing sums their gradients yet"
-        yield about(s, SCHEDULE, text, "dualpipev, its V, runs; so does zbv")
-        return
     try:
         pipeline = _plan(s)
+    except ScheduleError as error:
+        yield about(s, f"{FILE} {PP}", str(error))
+        return
     except ValueError as error:
         yield _no_plan(s, str(error))
         return
     if s.pipeline_schedule == AUTO:
         yield from _automatic(s)
         return
-    if have(s.microbatch_group_size_per_virtual_pipeline_stage) and pipeline.schedule != "interleaved":
+    if have(s.microbatch_group_size_per_virtual_pipeline_stage) and not pipeline.has_groups:
         text = f"has no effect: {pipeline.schedule} runs no groups, the interleaved schedule does"
-        yield about(s, GROUP, text, f"drop it, or give --{CHUNKS.replace('_', '-')}")
+        yield about(s, GROUP, text, "drop it" if pipeline.file else f"drop it, or give --{CHUNKS.replace('_', '-')}")
     batch, each = s.global_batch_size, (s.micro_batch_size or 0) * (s.dp or 0)
     if batch and each and batch % each == 0:
-        named = [SCHEDULE, *(name for name in (CHUNKS, PER_CHUNK) if getattr(s, name))]
+        named = [FILE] if pipeline.file else [SCHEDULE, *(name for name in (CHUNKS, PER_CHUNK) if getattr(s, name))]
         for text in pipeline.problems(batch // each):
-            yield about(s, " ".join(named), text.split(": ", 1)[-1])
+            yield about(s, " ".join(named), text if pipeline.file else text.split(": ", 1)[-1])
 
 
 def _automatic(s: Values) -> Iterator[Problem]:
@@ -209,12 +219,38 @@ def _automatic(s: Values) -> Iterator[Problem]:
         yield about(s, f"pipeline_memory_limit {named}", text, f"nearest value that works: --pipeline-memory-limit {least:g}")
 
 
+def _asynchronous(s: Values) -> Iterator[Problem]:
+    """What a pipeline that is not flushed between updates cannot do: stages update at different times."""
+    if s.pipeline_schedule not in ASYNCHRONOUS or not have(s.pipeline_model_parallel_size):
+        return
+    if s.pipeline_model_parallel_size == 1:
+        return
+    if not s.untie_embeddings_and_output_weights:
+        text = "first and last stage would update their copies of the tied embedding at different times and drift apart"
+        yield about(s, SCHEDULE, text, "add --untie-embeddings-and-output-weights, or take a schedule that flushes (1f1b)")
+    if s.log_params_norm:
+        text = "while one stage ends a step others are in the next, so the norm of all weights is unknown there"
+        yield about(s, f"log_params_norm {SCHEDULE}", text, "drop --log-params-norm")
+    if getattr(s, "zero_stage", 0):
+        text = "older versions of the weights are kept whole on every rank"
+        yield about(s, f"zero_stage {SCHEDULE}", text, nearest_values(zero_stage=[0]))
+    if getattr(s, "fp16", False):
+        text = "a loss scale must be the same on all stages, and no message about a step crosses them"
+        yield about(s, f"fp16 {SCHEDULE}", text, "--bf16 needs none")
+    each = (s.micro_batch_size or 0) * (s.dp or 0)
+    if each and have(s.global_batch_size, s.pipeline_drain_interval):
+        most = MICROBATCHES // max(1, s.global_batch_size // each)
+        if s.pipeline_drain_interval > most:
+            text = f"a pipeline message counts {MICROBATCHES} microbatches from one drain to the next"
+            yield about(s, "pipeline_drain_interval", text, nearest_values(pipeline_drain_interval=[most]))
+
+
 def _no_plan(s: Values, why: str) -> Problem:
     """Layers and stages do not go together; which of the settings, changed alone, would make them."""
     names = [name for name in ("num_layers", PP, CHUNKS, PER_CHUNK, *ENDS) if getattr(s, name)]
     lowest = {PP: 1 if names == ["num_layers", PP] else 2}  # without a pipeline the other flags would have no effect
     choices = {name: nearest(getattr(s, name), partial(_plans, s, name), lowest.get(name, 1)) for name in names}
-    named = [SCHEDULE] if s.pipeline_schedule != "1f1b" else []
+    named = [FILE] if s.pipeline_schedule_file else [SCHEDULE] if s.pipeline_schedule != "1f1b" else []
     named += [name for name in names if choices[name]] or names
     return about(s, " ".join(named), why, nearest_values(**choices))
 
@@ -238,6 +274,34 @@ def _plans(s: Values, name: str, number: int) -> bool:
     return True
 
 
+def _scale(s: Values) -> Iterator[Problem]:
+    first, least = s.initial_loss_scale, s.min_loss_scale
+    if s.fp16 and have(first, least) and least > first:
+        fix = nearest_values(min_loss_scale=[first], initial_loss_scale=[least])
+        yield about(s, "min_loss_scale initial_loss_scale", "the scale would start below its minimum", fix)
+
+
+def _fp8(s: Values) -> Iterator[Problem]:
+    """8-bit products are of bf16 models, and of matrices whose sides are multiples of 16."""
+    if s.fp8_format is None:
+        return
+    if not s.bf16:
+        yield about(s, "fp8_format", "what is not a product of 8 bits is in bf16", "add --bf16")
+    tp, heads = s.tensor_model_parallel_size, s.num_attention_heads
+    sizes = {"hidden_size": (s.hidden_size, 1), "ffn_hidden_size": (s.ffn_hidden_size, tp)}
+    if have(heads, s.kv_channels):
+        groups = (s.num_query_groups if s.group_query_attention else heads) or heads
+        sizes["num_attention_heads kv_channels"] = heads * s.kv_channels, tp
+        sizes["num_query_groups kv_channels"] = max(groups, tp or 1) * s.kv_channels, tp
+    if have(s.seq_length, s.micro_batch_size):
+        sizes["seq_length micro_batch_size"] = s.seq_length * s.micro_batch_size, 1
+    for names, (size, parts) in sizes.items():
+        if have(size, parts) and size % (FP8_MULTIPLE * parts):
+            over = f" over tp {parts}" if parts > 1 else ""
+            text = f"a side of {size}{over} is not a multiple of {FP8_MULTIPLE}, which 8-bit products need"
+            yield about(s, f"fp8_format {names}", text)
+
+
 def _rate(s: Values) -> Iterator[Problem]:
     for name, text in (("min_lr", "the rate would rise"), ("lr_warmup_init", "the warm-up would fall")):
         value = getattr(s, name)
@@ -254,7 +318,7 @@ def _warmup(s: Values) -> Iterator[Problem]:
         return
     length = _samples(s, length_name)
     warmup_name = "lr_warmup_iters" if s.lr_warmup_iters else "lr_warmup_samples"
-    warmup = _samples(s, warmup_name) or int((s.lr_warmup_fraction or 0.0) * length)
+    warmup = _samples(s, warmup_name) or int(Fraction(s.lr_warmup_fraction or 0) * length)  # lengths may exceed floats
     if warmup >= length > 0:
         most = (length - 1) // (batch if warmup_name.endswith("iters") else 1)
         fix = nearest_values(**{warmup_name: [most], length_name: _fitting(length_name, warmup + 1, batch)})

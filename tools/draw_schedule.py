@@ -3,7 +3,8 @@
     python tools/draw_schedule.py --schedule zbv --pp 4 --microbatches 8
     python tools/draw_schedule.py --schedule zb-h1 --costs 1,1.2,0.8 --latency 0.05 --out zb.html
     python tools/draw_schedule.py --schedule auto --memory-limit 4 --costs 1,1.2,0.8
-    python tools/draw_schedule.py --schedule-file mine.txt --placement v
+    python tools/draw_schedule.py --schedule zbv --out mine.txt
+    python tools/draw_schedule.py --schedule-file mine.txt
 
 Colors and folding to the window's width only on a terminal; what a file or a pipe gets is plain text.
 """
@@ -17,12 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from any folder
-from megatron_lite.schedules import SCHEDULES, build_schedule, schedule_placement, schedule_problems
-from megatron_lite.schedules.actions import PLACEMENTS, Action, Placement, ScheduleError, parse_schedule
+from megatron_lite.schedules import ASYNCHRONOUS, EVERY, build_schedule, schedule_placement, schedule_problems
+from megatron_lite.schedules.actions import Action, Placement, ScheduleError
 from megatron_lite.schedules.advice import schedule_warnings
+from megatron_lite.schedules.asynchronous import weights_text
 from megatron_lite.schedules.auto import choose
 from megatron_lite.schedules.check import check
 from megatron_lite.schedules.draw import draw
+from megatron_lite.schedules.file import format_file, read_schedule
 from megatron_lite.schedules.html import draw_html
 from megatron_lite.schedules.simulate import Timeline, chunk_costs, simulate
 from megatron_lite.schedules.svg import draw_svg
@@ -32,6 +35,9 @@ PICTURES = {
     ".svg": lambda timeline, title: draw_svg(timeline, title),
     ".html": lambda timeline, title: draw_html({title: timeline}, title),
     ".json": lambda timeline, title: json.dumps(chrome_trace(timeline, title)),
+    ".txt": lambda timeline, title: format_file(
+        [[span.action for span in spans] for spans in timeline.spans], timeline.placement
+    ),
 }
 
 
@@ -67,14 +73,14 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--schedule", choices=(*SCHEDULES, "auto"), default="1f1b", help="which order (default 1f1b); auto: the shortest"
+        "--schedule", choices=(*EVERY, "auto"), default="1f1b", help="which order (default 1f1b); auto: the shortest"
     )
-    which.add_argument("--schedule-file", type=Path, metavar="FILE", help="one line per rank: F0 F1 B0.1 W0.1 BW1 ...")
-    add("--placement", choices=PLACEMENTS, default="loop", help="where the file's chunks lie (default loop)")
+    which.add_argument("--schedule-file", metavar="FILE", help="a file such as --out x.txt writes; sizes are the file's")
     add("--pp", type=int, default=4, help="pipeline ranks (default 4)")
     add("--microbatches", type=int, default=8, help="microbatches per step (default 8)")
     add("--chunks", type=int, help="chunks (virtual stages) per rank (default: as many as the schedule needs, 1 or 2)")
     add("--group-size", type=int, metavar="G", help="microbatches per group of interleaved (default: pipeline ranks)")
+    add("--per-update", type=int, metavar="M", help="microbatches per update of an asynchronous schedule (default 1; 2bw: pp)")
     add(
         "--costs",
         type=parse_costs,
@@ -85,17 +91,29 @@ def build_parser() -> argparse.ArgumentParser:
     add("--latency", type=float, default=0, metavar="C", help="time a message takes, in the same unit (default 0)")
     add("--overlap", type=float, metavar="O", help="run F next to BW of another chunk at once; hidden part, 0 to 1")
     add("--memory-limit", type=float, metavar="N", help="for auto: most microbatches a rank may hold")
-    add("--out", type=parse_out, metavar="FILE", help="write a picture (.svg, .html) or a Chrome trace (.json)")
+    add("--out", type=parse_out, metavar="FILE", help="a picture (.svg, .html), a Chrome trace (.json), the lists (.txt)")
     return parser
 
 
 def named(args: argparse.Namespace) -> Drawn:
-    chunks = SCHEDULES[args.schedule].default_chunks if args.chunks is None else args.chunks
+    chunks = EVERY[args.schedule].default_chunks if args.chunks is None else args.chunks
     if problems := schedule_problems(args.schedule, args.pp, chunks, args.microbatches, args.group_size):
         raise ScheduleError("\n".join(problems))
     schedule = build_schedule(args.schedule, args.pp, chunks, args.microbatches, args.group_size)
-    remarks = schedule_warnings(args.schedule, args.pp, chunks, args.microbatches, args.group_size, args.costs, args.latency)
+    if args.schedule in ASYNCHRONOUS:
+        remarks = versions_of(args, schedule)
+    else:
+        remarks = schedule_warnings(args.schedule, args.pp, chunks, args.microbatches, args.group_size, args.costs, args.latency)
     return Drawn(args.schedule, schedule, schedule_placement(args.schedule, args.pp, chunks), args.microbatches, remarks)
+
+
+def versions_of(args: argparse.Namespace, schedule: list[list[Action]]) -> list[str]:
+    """Which weights each action uses. The bubble is that of filling and draining once: in between there is none."""
+    each = args.per_update if args.per_update is not None else args.pp if args.schedule == "pipedream-2bw" else 1
+    if problems := schedule_problems(args.schedule, args.pp, 1, each):
+        raise ScheduleError("\n".join(problems))
+    lines = [f"rank {rank}  {weights_text(args.schedule, actions, each)}" for rank, actions in enumerate(schedule)]
+    return [f"weights, by updates made before them; | an update, after every {each} microbatch(es), without a flush:", *lines]
 
 
 def chosen(args: argparse.Namespace) -> Drawn:
@@ -111,14 +129,10 @@ def chosen(args: argparse.Namespace) -> Drawn:
 
 def from_file(args: argparse.Namespace) -> Drawn:
     """Sizes follow from the file; the checker says what is wrong with it."""
-    schedule = parse_schedule(args.schedule_file.read_text())
-    actions = [action for actions in schedule for action in actions]
-    if not actions:
-        raise ScheduleError(f"{args.schedule_file} holds no actions")
-    chunks, total = (1 + max(getattr(action, what) for action in actions) for what in ("chunk", "microbatch"))
-    placement = Placement(args.placement, len(schedule), chunks)
-    check(schedule, placement, total)
-    return Drawn(args.schedule_file.name, schedule, placement, total, [])
+    file = read_schedule(args.schedule_file)
+    if problems := file.problems(len(file.schedule), file.num_microbatches):
+        raise ScheduleError(problems[0])
+    return Drawn(Path(file.path).name, file.schedule, file.placement(), file.num_microbatches, [])
 
 
 def summary(timeline: Timeline) -> str:
@@ -138,6 +152,8 @@ def summary(timeline: Timeline) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse_args(argv)
+    if args.per_update is not None and (args.schedule_file or args.schedule not in ASYNCHRONOUS):
+        parser.error(f"--per-update: only {', '.join(ASYNCHRONOUS)} update within the picture")
     source = from_file if args.schedule_file else chosen if args.schedule == "auto" else named
     try:
         title, schedule, placement, num_microbatches, remarks = source(args)

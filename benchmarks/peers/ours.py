@@ -34,6 +34,7 @@ def config_of(spec: Spec) -> Config:
     parallel = ParallelConfig(
         tensor_model_parallel_size=spec.world if spec.group == "tp" else 1, sequence_parallel=spec.group == "tp",
         pipeline_model_parallel_size=spec.world if spec.group == "pp" else 1,
+        pipeline_schedule=spec.options.get("schedule", "1f1b"),
         decoder_first_pipeline_num_layers=split[0], decoder_last_pipeline_num_layers=split[1],
         zero_stage=spec.options.get("zero_stage", 0))  # fmt: skip
     optimizer = OptimizerConfig(lr=LR, lr_decay_style="constant", weight_decay=WEIGHT_DECAY, clip_grad=CLIP,

@@ -152,7 +152,7 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Span]) -> str | None:
 def box_pieces(prefix: str, shard: Shard, local: torch.Tensor) -> list[Piece]:
     """What this rank writes of one parameter (or of a moment of its shape): the boxes it owns, as `<prefix>/<name>`.
 
-    A tied second copy writes nothing: the stage that owns the tensor does. Replicas over dp and cp are the caller's.
+    A tied second copy writes nothing: the place that owns the tensor does. Replicas over dp and cp are the caller's.
     """
     if shard.tied:
         return []

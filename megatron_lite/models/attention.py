@@ -26,7 +26,8 @@ from megatron_lite.parallel.shard import Box, Init
 from megatron_lite.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallel
 from megatron_lite.rng import SHARDED, DropoutKey
 
-BLOCK_ROWS = {torch.bfloat16: 128, torch.float32: 64, torch.float64: 64}  # the fastest measured: benchmarks/attention.py
+# the fastest measured: benchmarks/attention.py (fp16 as bf16: CPUs without fp16 units run it for tests alone)
+BLOCK_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64, torch.float64: 64}
 KEEP_PROBABILITIES_UP_TO = 2048  # tokens; longer sequences recompute them in the backward instead of holding s^2 values
 
 

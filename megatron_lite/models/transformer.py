@@ -11,7 +11,8 @@ without the `model.` prefix, so that a checkpoint is one rename away from a Hugg
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -120,11 +121,12 @@ class TransformerStage(nn.Module):
     """
 
     def __init__(self, model: ModelConfig, vocab_size: int, padded_size: int, layers: range, first: bool, last: bool,
-                 tp: TensorParallel):  # fmt: skip
+                 tp: TensorParallel, without_fp8: Collection[int] = ()):  # fmt: skip
         super().__init__()
         self.model, self.vocab_size, self.first, self.last, self.tp = model, vocab_size, first, last, tp
         self.embedding = Embedding(model, vocab_size, padded_size, tp) if first else None
-        self.layers = nn.ModuleList(TransformerLayer(i, model, tp) for i in layers)
+        self.layers = nn.ModuleList(
+            TransformerLayer(i, model, replace(tp, fp8=None) if i in without_fp8 else tp) for i in layers)
         self.norm = self.head = None
         if last:
             self.norm = NORMS[model.normalization]("norm", model.hidden_size, model.norm_epsilon, tp)

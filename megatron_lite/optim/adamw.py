@@ -1,4 +1,4 @@
-"""AdamW and SGD over flat buckets, with fp32 master weights under bf16.
+"""AdamW and SGD over flat buckets, with fp32 master weights under bf16 and fp16.
 
     master  fp32 copy of the bucket's owned parameters (the parameters themselves in fp32 and fp64)
     moments of the master's dtype and layout
@@ -41,13 +41,13 @@ class Optimizer:
         self._adam = fused_adamw(buckets[0].param.device)
         self.states = []
         for bucket in buckets:
-            low = bucket.param.dtype == torch.bfloat16
+            low = bucket.param.dtype in (torch.bfloat16, torch.float16)
             master = bucket.param_shard.float() if low else bucket.param_shard
             moments = {name: torch.zeros_like(master) for name in names}
             self.states.append(BucketState(bucket, master, moments))
 
     def step(self, lr: float, grad_scale: torch.Tensor) -> None:
-        """One update with gradients multiplied by `grad_scale` (1/tokens x clip coefficient, a scalar tensor)."""
+        """One update with gradients multiplied by `grad_scale` (clip coefficient / (tokens x loss scale), a scalar tensor)."""
         self.steps += 1
         for state in self.states:
             state.bucket.grad_shard.mul_(grad_scale.to(state.bucket.grad_shard.dtype))

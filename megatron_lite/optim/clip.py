@@ -12,8 +12,13 @@ ROW = 64  # so few squares lose nothing in fp32
 
 
 def owned_spans(bucket: FlatBucket) -> list[tuple[int, int]]:
-    """What this rank counts: not the copies that another tp rank owns, not the tied copy that another stage owns."""
+    """What this rank counts: not the copies that another tp rank owns, not a second copy that another place owns."""
     return bucket.spans(lambda param, box: box.owned and not param.shard.tied)
+
+
+def other_spans(bucket: FlatBucket) -> list[tuple[int, int]]:
+    """The copies that another rank counts."""
+    return bucket.spans(lambda param, box: not box.owned or param.shard.tied)
 
 
 def square_sum(buckets: list[FlatBucket], of: str, *axes: Axis) -> torch.Tensor:
@@ -27,6 +32,8 @@ def square_sum(buckets: list[FlatBucket], of: str, *axes: Axis) -> torch.Tensor:
         flat = bucket.grad_shard if of == "grad" else bucket.param_shard
         for start, end in owned_spans(bucket):
             total += _square_sum(flat[start:end])
+        for start, end in other_spans(bucket):
+            total += 0.0 * _square_sum(flat[start:end])  # nothing, or NaN if this rank's copy alone is not finite
     for axis in axes:
         comm.all_reduce(total, axis)
     return total

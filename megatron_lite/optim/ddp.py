@@ -19,9 +19,11 @@ so far: the reduce-scatter then gives the new sum, with no pass of its own over 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from megatron_lite.comm import collectives as comm
@@ -29,7 +31,7 @@ from megatron_lite.comm.mesh import Axis
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.buckets import layout
 from megatron_lite.optim.flat import FlatBucket, box_span, bring, free, is_there, make_bucket
-from megatron_lite.optim.zero import UnitParameters, finish_gather, outdate, start_gather
+from megatron_lite.optim.zero import UnitParameters, drop, finish_gather, outdate, start_gather
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class Sharding:
     overlap         reductions start inside the backward
     overlap_gather  parameters are gathered ahead of their use
     limit           units gathered ahead, and full gradients on their way, at once
+    pipelined       there are pipeline stages: stage 3 keeps parameters and gradients for the step
+    mirror          the two ranks that hold the same stages (DualPipe)
+    wire_dtype      what gradients travel as between data-parallel ranks; None: as they are
     """
 
     stage: int = 0
@@ -48,6 +53,8 @@ class Sharding:
     overlap_gather: bool = True
     limit: int = 1
     pipelined: bool = False
+    mirror: Axis = field(default_factory=lambda: Axis("mirror"))
+    wire_dtype: torch.dtype | None = None
 
 
 class GradientEngine:
@@ -62,7 +69,9 @@ class GradientEngine:
         self.buckets: list[FlatBucket] = []
         self._owner: dict[nn.Parameter, FlatBucket] = {}
         self._on_their_way: deque[FlatBucket] = deque()
-        for chunk in chunks:
+        self.mirror_axis, self.wire_dtype = sharding.mirror, sharding.wire_dtype
+        # A mirror rank holds the same stages with its chunks swapped: from the first stage on, buckets meet their copies.
+        for chunk in chunks if self.mirror_axis.rank == 0 else chunks[::-1]:
             self._adopt(chunk, bucket_size, fill)
         self._uses = {p: chunk.uses(p) for chunk in chunks for p in chunk.parameters()}
         copies = [p for p in self._uses if p.shard.name == "embed_tokens.weight"]
@@ -75,7 +84,7 @@ class GradientEngine:
         for _, unit in chunk.units():
             units.append([(len(params) + i, p.numel()) for i, p in enumerate(unit)])
             params.extend(unit)
-        for bucket in layout(units, self.shard.size, bucket_size):
+        for bucket in layout(units, self.shard.size * self.replica.size, bucket_size):
             mine = [params[slot.index] for slot in bucket.slots]
             flat = make_bucket(bucket, mine, self.shard.rank, self.shard.size, self.stage, fill)
             self.buckets.append(flat)
@@ -95,7 +104,7 @@ class GradientEngine:
     # ------------------------------------------------------------------------------------------------- gradients
 
     def begin_step(self, microbatches: int) -> None:
-        """Forget the last step's gradients; count what every bucket will receive."""
+        """Forget the last step's gradients; count what every bucket will receive from `microbatches` (of a chunk)."""
         for bucket in self.buckets:
             if self.stage < 2:
                 bucket.grad.zero_()
@@ -135,9 +144,9 @@ class GradientEngine:
     def _reduce(self, bucket: FlatBucket) -> None:
         """Start the bucket's reduction: its owned part will be the sum over `shard` (of size 1: over `replica`)."""
         if self.shard.size > 1:
-            bucket.reduction = comm.start_reduce_scatter_into(bucket.grad_shard, bucket.grad, self.shard)
+            bucket.reduction = comm.start_reduce_scatter_into(bucket.grad_shard, bucket.grad, self.shard, self.wire_dtype)
         else:
-            bucket.reduction = comm.start_all_reduce(bucket.grad_shard, self.replica)
+            bucket.reduction = comm.start_all_reduce(bucket.grad_shard, self.replica, wire_dtype=self.wire_dtype)
         self._on_their_way.append(bucket)
 
     def _complete(self, bucket: FlatBucket) -> None:
@@ -148,7 +157,7 @@ class GradientEngine:
             free(bucket.grad)
 
     def finish(self) -> None:
-        """After the last backward: owned gradients are complete sums over dp x cp, tp copies and tied copies."""
+        """After the last backward: owned gradients are complete sums over dp x cp, mirror ranks, tp copies and tied copies."""
         for bucket in self.buckets:
             if self.stage >= 2 and not (bucket.summed or bucket.reduction or is_there(bucket.grad)):
                 bucket.grad_shard.zero_()  # no contribution: unused or frozen
@@ -157,14 +166,19 @@ class GradientEngine:
         while self._on_their_way:
             self._complete(self._on_their_way[0])
         if self.shard.size > 1:
-            for handle in [comm.start_all_reduce(bucket.grad_shard, self.replica) for bucket in self.buckets]:
-                handle.wait()
+            self._sum_owned(self.replica, self.wire_dtype)
+        self._sum_owned(self.mirror_axis, None)
         self._sum_partial_copies()
-        if len(self.tied) == 2:  # both copies on this rank: a pipeline folded into a V
+        if len(self.tied) == 2:  # both copies on this rank: a pipeline folded into a V, or run both ways
             first, last = (self._owner[param].grad_shard for param in self.tied)
             last.copy_(first.add_(last))
         elif self.tied:
             comm.all_reduce(self._owner[self.tied[0]].grad_shard, self.embedding_axis)
+
+    def _sum_owned(self, axis: Axis, wire_dtype: torch.dtype | None) -> None:
+        """All-reduce the owned parts, one bucket waited for while the next are on their way."""
+        for handle in [comm.start_all_reduce(b.grad_shard, axis, wire_dtype=wire_dtype) for b in self.buckets]:
+            handle.wait()
 
     def _sum_partial_copies(self) -> None:
         """Sum over tp the gradients whose copies each saw a part of the data, in one message.
@@ -209,6 +223,17 @@ class GradientEngine:
         for bucket in reversed(self.buckets):
             start_gather(bucket, self.shard)
             finish_gather(bucket)
+
+    @contextmanager
+    def gathered(self, param: nn.Parameter) -> Iterator[None]:
+        """The full parameters of `param`'s bucket, for who reads them outside a forward. Collective over `shard`."""
+        bucket = self._owner[param]
+        absent = not is_there(bucket.param)
+        start_gather(bucket, self.shard)
+        finish_gather(bucket)
+        yield
+        if absent:
+            drop(bucket)
 
     def bytes(self) -> dict[str, int]:
         """Bytes this rank holds for weights and gradients between steps."""

@@ -71,7 +71,8 @@ class Shard:
     name    the local parameter's canonical name (fused ones: `layers.0.self_attn.qkv_proj.weight`)
     boxes   what it holds; rows in no box are vocabulary padding, which starts at zero and stays there
     decay   takes part in weight decay (matrices do; norms and biases do not)
-    tied    a second copy of a parameter that another stage owns (the output layer's copy of the embedding)
+    tied    a second copy of a parameter that another place owns: the output layer's copy of the embedding, and all of a
+            stage's parameters on the second of two ranks that hold it (DualPipe)
     """
 
     name: str

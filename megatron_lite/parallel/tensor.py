@@ -25,18 +25,25 @@ from torch import nn
 
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Axis
+from megatron_lite.parallel.fp8 import Fp8Linear, Fp8Recipe
 from megatron_lite.parallel.shard import Box, Init, Shard, cut, parameter, whole
 from megatron_lite.parallel.wgrad import give
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How layers are cut: the tp axis, whether activations between regions are cut too, and what weights are made of."""
+    """How layers are cut: the tp axis, whether activations between regions are cut too, what weights are made of, and in
+    what their products are computed (`fp8` None: as they are)."""
 
     axis: Axis
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
+    fp8: Fp8Recipe | None = None
+
+    def fp8_linear(self) -> Fp8Linear | None:
+        """The scales of one more linear."""
+        return None if self.fp8 is None else Fp8Linear(self.fp8, self.device)
 
 
 def give_weight_grad(weight: nn.Parameter, x: torch.Tensor, dy: torch.Tensor) -> None:
@@ -58,55 +65,72 @@ def give_bias_grad(bias: nn.Parameter, dy: torch.Tensor) -> None:
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool):
-        ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel = weight, bias, axis, sequence_parallel
+    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool, fp8: Fp8Linear | None):
+        ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel, ctx.fp8 = weight, bias, axis, sequence_parallel, fp8
         ctx.save_for_backward(x)  # the cut input: [s/tp, b, h] under sequence parallel
         whole_x = comm.all_gather(x, axis) if sequence_parallel else x  # [s, b, h]
-        return nn.functional.linear(whole_x, weight, bias)  # [s, b, out/tp]
+        if fp8 is None:
+            return nn.functional.linear(whole_x, weight, bias)  # [s, b, out/tp]
+        y, ctx.scales = fp8.forward(whole_x, weight, training=ctx.needs_input_grad[0])
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        axis, weight, bias = ctx.axis, ctx.weight, ctx.bias
+        axis, weight, bias, fp8 = ctx.axis, ctx.weight, ctx.bias, ctx.fp8
         gather = comm.start_all_gather(x, axis) if ctx.sequence_parallel and weight.requires_grad else None
-        dx = dy @ weight if ctx.needs_input_grad[0] else None  # [s, b, h], a partial sum over tp
+        dy8 = None if fp8 is None else fp8.cast_grad(dy)
+        dx = None
+        if ctx.needs_input_grad[0]:  # [s, b, h], a partial sum over tp
+            dx = dy @ weight if fp8 is None else fp8.input_grad(dy8, weight, ctx.scales, dy)
         if gather is not None:
             x = gather.wait()
         reduce = None
         if dx is not None:
             reduce = comm.start_reduce_scatter(dx, axis) if ctx.sequence_parallel else comm.start_all_reduce(dx, axis)
-        if weight.requires_grad:
+        if weight.requires_grad and fp8 is None:
             give_weight_grad(weight, x, dy)
+        elif weight.requires_grad:
+            give(weight, lambda grad: grad.add_(fp8.weight_grad(dy8, x, ctx.scales)))
         if bias is not None and bias.requires_grad:
             give_bias_grad(bias, dy)
-        return (None if reduce is None else reduce.wait()), None, None, None, None
+        return (None if reduce is None else reduce.wait()), None, None, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool):
-        ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel = weight, bias, axis, sequence_parallel
+    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool, fp8: Fp8Linear | None):
+        ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel, ctx.fp8 = weight, bias, axis, sequence_parallel, fp8
         ctx.save_for_backward(x)  # [s, b, in/tp]
-        y = nn.functional.linear(x, weight)  # [s, b, out], a partial sum over tp
+        if fp8 is None:
+            y = nn.functional.linear(x, weight)  # [s, b, out], a partial sum over tp
+        else:
+            y, ctx.scales = fp8.forward(x, weight, training=ctx.needs_input_grad[0])
         y = comm.reduce_scatter(y, axis) if sequence_parallel else comm.all_reduce(y, axis)
         return y if bias is None else y.add_(bias)  # after the sum: once, not tp times
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
+        weight, bias, fp8 = ctx.weight, ctx.bias, ctx.fp8
         if bias is not None and bias.requires_grad:
             give_bias_grad(bias, dy)
         whole_dy = comm.all_gather(dy, ctx.axis) if ctx.sequence_parallel else dy  # [s, b, out]
-        dx = whole_dy @ weight if ctx.needs_input_grad[0] else None  # [s, b, in/tp]
-        if weight.requires_grad:
+        dy8 = None if fp8 is None else fp8.cast_grad(whole_dy)
+        dx = None
+        if ctx.needs_input_grad[0]:  # [s, b, in/tp]
+            dx = whole_dy @ weight if fp8 is None else fp8.input_grad(dy8, weight, ctx.scales, whole_dy)
+        if weight.requires_grad and fp8 is None:
             give_weight_grad(weight, x, whole_dy)
-        return dx, None, None, None, None
+        elif weight.requires_grad:
+            give(weight, lambda grad: grad.add_(fp8.weight_grad(dy8, x, ctx.scales)))
+        return dx, None, None, None, None, None
 
 
-def column_linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> torch.Tensor:
+def column_linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel,
+                  fp8: Fp8Linear | None = None) -> torch.Tensor:  # fmt: skip
     """x W_r^T + b_r with this rank's rows.   x [s/tp or s, b, in] -> [s, b, out/tp]"""
-    return _ColumnLinear.apply(x, weight, bias, tp.axis, tp.sequence_parallel)
+    return _ColumnLinear.apply(x, weight, bias, tp.axis, tp.sequence_parallel, fp8)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -118,7 +142,7 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, name: str, rows: int, in_features: int, weight_boxes: tuple[Box, ...], init: Init,
                  tp: TensorParallel, bias_boxes: tuple[Box, ...] | None = None):  # fmt: skip
         super().__init__()
-        self.tp = tp
+        self.tp, self.fp8 = tp, tp.fp8_linear()
         shard = Shard(f"{name}.weight", weight_boxes, init, decay=True)
         self.weight = parameter((rows, in_features), shard, tp.dtype, tp.device)
         self.bias = None
@@ -127,7 +151,7 @@ class ColumnParallelLinear(nn.Module):
             self.bias = parameter((rows,), shard, tp.dtype, tp.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return column_linear(x, self.weight, self.bias, self.tp)
+        return column_linear(x, self.weight, self.bias, self.tp, self.fp8)
 
 
 class RowParallelLinear(nn.Module):
@@ -138,14 +162,14 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, name: str, in_features: int, out_features: int, init: Init, tp: TensorParallel, bias: bool):
         super().__init__()
-        self.tp = tp
+        self.tp, self.fp8 = tp, tp.fp8_linear()
         axis = tp.axis
         box = cut(f"{name}.weight", (out_features, in_features), 1, axis.size, axis.rank)
         self.weight = parameter(box.length, Shard(box.name, (box,), init, decay=True), tp.dtype, tp.device)
         self.bias = replicated_vector(f"{name}.bias", out_features, "zeros", tp) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _RowLinear.apply(x, self.weight, self.bias, self.tp.axis, self.tp.sequence_parallel)
+        return _RowLinear.apply(x, self.weight, self.bias, self.tp.axis, self.tp.sequence_parallel, self.fp8)
 
 
 def replicated_vector(name: str, size: int, kind: str, tp: TensorParallel, partial: bool | None = None) -> nn.Parameter:

@@ -13,7 +13,6 @@ graph lives.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_lite.comm.p2p import P2P
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.parallel.wgrad import add_now
+from megatron_lite.pipeline.recorder import Clock, HostClock, Recorder, clock_of
 from megatron_lite.rng import DropoutKey
 from megatron_lite.schedules.actions import Action, Message, Placement, received, sent
 
@@ -43,14 +43,35 @@ class Microbatch:
 @dataclass
 class Result:
     """What a run of the list gave this rank. `loss` is the sum of token losses and `tokens` the count of unmasked
-    tokens, both fp64 scalars, zero on ranks without the last stage. Times in seconds."""
+    tokens, both fp64 scalars, zero on ranks without the last stage. Stamps of `clock`: read them when the step is over."""
 
     loss: torch.Tensor
     tokens: torch.Tensor
     peak_live: int = 0  # most forwards whose backward had not run yet
     peak_held: int = 0  # most forwards whose weight gradients had not run yet
-    wait_seconds: float = 0.0  # in receives: the bubble, and the wires
-    total_seconds: float = 0.0
+    clock: Clock = field(default_factory=HostClock)
+    started: object = 0.0
+    ended: object = 0.0
+    waits: list[tuple[Action | None, object, object]] = field(default_factory=list)  # for a message; None: for sends to leave
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time in which this rank could not go on: the bubble, and the wires."""
+        return sum(self.clock.between(start, end) for _, start, end in self.waits)
+
+    @property
+    def total_seconds(self) -> float:
+        return self.clock.between(self.started, self.ended)
+
+
+class Watch:
+    """Acts between the actions of a run: an asynchronous pipeline changes weights there, a search for faults looks."""
+
+    def before(self, action: Action) -> None:
+        """About to run `action`."""
+
+    def after(self, action: Action, result: Result) -> None:
+        """`action` has run."""
 
 
 @dataclass
@@ -62,6 +83,7 @@ class _Run:
     receives: deque[Message]
     posted: dict[Message, object] = field(default_factory=dict)
     local: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)  # handed over between chunks of this rank
+    scale: float = 1.0
     live: dict[tuple[int, int], tuple[torch.Tensor, GradientEdge]] = field(default_factory=dict)
     queued: dict[tuple[int, int], list] = field(default_factory=dict)  # weight gradients between B and W
 
@@ -70,30 +92,45 @@ class Executor:
     """Executes action lists over this rank's chunks. `shape` and `dtype` are those of a stage's output."""
 
     def __init__(self, chunks: list[TransformerStage], placement: Placement, rank: int, p2p: P2P | None,
-                 shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device):  # fmt: skip
+                 shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
+                 recorder: Recorder | None = None):  # fmt: skip
         self.chunks, self.placement, self.rank, self.p2p = chunks, placement, rank, p2p
         self.shape, self.dtype, self.device = shape, dtype, device
+        self.clock, self.recorder = recorder.clock if recorder else clock_of(device), recorder
 
-    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch]) -> Result:
-        """Forward and backward of a step; gradients land in the parameters' `main_grad`."""
-        started = time.perf_counter()
+    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], scale: float = 1.0,
+            watch: Watch | None = None) -> Result:  # fmt: skip
+        """Forward and backward of a step; gradients, times `scale`, land in the parameters' `main_grad`. `watch` acts between
+        actions."""
+        started = self.clock.stamp()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         messages = (received(action, self.rank, self.placement) for action in actions)
-        run = _Run(microbatches, Result(zero, zero.clone()), deque(m for m in messages if m))
+        result = Result(zero, zero.clone(), clock=self.clock, started=started)
+        run = _Run(microbatches, result, deque(m for m in messages if m), scale=scale)
+        recorder = self.recorder if self.recorder and self.recorder.recording else None
         for action in actions:
+            begun = self.clock.stamp() if recorder else None
             self._post(run)
+            if watch is not None:
+                watch.before(action)
             if action.kind == "F":
                 self._forward(action, run)
             elif action.kind == "W":
                 self._weight_grads(action, run)
             else:
                 self._backward(action, run)
+            if watch is not None:
+                watch.after(action, run.result)
+            if recorder:
+                recorder.actions.append((action, begun, self.clock.stamp()))
             if self.p2p is not None:
                 self.p2p.sweep()
         if self.p2p is not None:
+            begun = self.clock.stamp()
             self.p2p.flush()
-        run.result.total_seconds = time.perf_counter() - started
-        return run.result
+            result.waits.append((None, begun, self.clock.stamp()))
+        result.ended = self.clock.stamp()
+        return result
 
     @torch.no_grad()
     def evaluate(self, actions: Sequence[Action], microbatches: Sequence[Microbatch]) -> Result:
@@ -117,12 +154,12 @@ class Executor:
             self._give("activation", action, out.detach(), run)
 
     def _backward(self, action: Action, run: _Run) -> None:
-        """B or BW. The last stage starts from dloss = 1: the division by the token count comes at the end of the step."""
+        """B or BW. The last stage starts from dloss = the loss scale: divisions come at the end of the step."""
         chunk = self.chunks[action.chunk]
         x, edge = run.live.pop((action.chunk, action.microbatch))
         if chunk.last:
             exact = torch.promote_types(self.dtype, torch.float32)
-            grad = torch.ones((), dtype=exact, device=self.device)
+            grad = torch.full((), run.scale, dtype=exact, device=self.device)
         else:
             grad = self._take("gradient", action, run)
         chunk.wgrad_queue.deferring = action.kind == "B"
@@ -151,9 +188,9 @@ class Executor:
         if message is None:
             return run.local.pop((kind, action.chunk, action.microbatch))
         self._post(run)
-        started = time.perf_counter()
+        started = self.clock.stamp()
         tensor = run.posted.pop(message).wait()
-        run.result.wait_seconds += time.perf_counter() - started
+        run.result.waits.append((action, started, self.clock.stamp()))
         return tensor
 
     def _give(self, kind: str, action: Action, tensor: torch.Tensor, run: _Run) -> None:

@@ -3,7 +3,7 @@
 State per parameter held by the rank, in bytes (ZeRO stage 0):
 
             weight  gradient sum  fp32 master  Adam moments   together
-    bf16       2          4            4             8            18
+    16 bits    2          4            4             8            18
     fp32       4          4            -             8            16
     fp64       8          8            -            16            32         (SGD keeps one moment instead of two)
 
@@ -23,7 +23,8 @@ one rank, s b h (10 + 24 / t) with tp, s b h 34 / t with sequence parallelism.
 First stage: the mask of the embedding's dropout. Last stage: inputs of the final norm and of the output layer, and the
 logits (their gradient takes their place). All of it as often as the schedule keeps microbatches alive: a rank's peak is
 counted along its list of actions, where every chunk's forward adds what that chunk keeps and its weight gradient frees it.
-Left out: work space within one operation.
+An asynchronous pipeline keeps several versions of the weights, or PipeMare's estimate of older ones and the fp32 mean of
+its updates (schedules/asynchronous.py). Left out: work space within one operation.
 """
 
 from collections.abc import Sequence
@@ -35,10 +36,10 @@ from megatron_lite.planner.pipeline import Chunk, Pipeline, pipeline_of
 from megatron_lite.schedules.actions import Action
 from megatron_lite.schedules.check import peak_live
 
-ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-EXACT_BYTES = {"bfloat16": 4, "float32": 4, "float64": 8}  # gradient sums, master weights, each moment
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+EXACT_BYTES = {"bfloat16": 4, "float16": 4, "float32": 4, "float64": 8}  # gradient sums, master weights, each moment
 MASK_BYTES = 1  # of a dropout mask
-BLOCK_ROWS = {"bfloat16": 128, "float32": 64, "float64": 64}  # block-causal attention, see models/attention.py
+BLOCK_ROWS = {"bfloat16": 128, "float16": 128, "float32": 64, "float64": 64}  # block-causal attention, see models/attention.py
 KEEP_PROBABILITIES_UP_TO = 2048  # tokens, likewise
 
 
@@ -83,7 +84,7 @@ def full_state_bytes(config: Config) -> tuple[int, int, int]:
     dtype = config.precision.dtype_name
     exact = EXACT_BYTES[dtype]
     moments = 2 if config.optimizer.optimizer == "adam" else 1
-    master = exact if config.precision.bf16 else 0
+    master = exact if config.precision.master_weights else 0
     return ELEMENT_BYTES[dtype], exact, master + moments * exact
 
 
@@ -178,7 +179,8 @@ def live_microbatches(config: Config) -> list[float]:
     """Per pipeline rank, the most microbatches whose activations are alive at once: counted in the schedule itself."""
     pipeline = pipeline_of(config)
     per_share = pipeline.placement.chunks_per_share
-    return [peak_live(actions, per_share) for actions in pipeline.actions(config.num_microbatches)]
+    actions = pipeline.actions(pipeline.planned(config.num_microbatches))
+    return [peak_live(mine, per_share) for mine in actions]
 
 
 def peak_bytes(actions: Sequence[Action], kept: Sequence[int]) -> int:
@@ -191,16 +193,26 @@ def peak_bytes(actions: Sequence[Action], kept: Sequence[int]) -> int:
     return peak
 
 
+def _estimate_bytes(config: Config, rank: int) -> tuple[int, int]:
+    """(estimated weights, mean change of an update) in bytes per parameter that PipeMare's correction keeps."""
+    if not config.parallel.pipemare_correction_decay or rank == config.parallel.pp - 1:
+        return 0, 0
+    dtype = config.precision.dtype_name
+    return ELEMENT_BYTES[dtype], EXACT_BYTES[dtype]
+
+
 def stage_memory(config: Config, core: str | None = None, pipeline: Pipeline | None = None) -> list[StageMemory]:
     """The memory of every pipeline rank, first to last; of the flags' own pipeline unless one is given."""
     weight, gradient, optimizer = state_bytes(config)
     pipeline, layer, plan = pipeline or pipeline_of(config), layer_activation_bytes(config, core), []
-    for rank, actions in enumerate(pipeline.actions(config.num_microbatches)):
+    for rank, actions in enumerate(pipeline.actions(pipeline.planned(config.num_microbatches))):
         count, chunks = rank_parameters(config, rank, pipeline), pipeline.chunks(rank)
         of_chunk = [len(chunk.layers) * layer + end_activation_bytes(config, chunk) for chunk in chunks]
         live = peak_live(actions, pipeline.placement.chunks_per_share)
         layers = tuple(chunk.layers for chunk in chunks)
-        state = (round(each * count) for each in (weight, gradient, optimizer))
-        activations = peak_bytes(actions, of_chunk)
+        versions = pipeline.weight_versions(rank, config.num_microbatches)
+        extra = _estimate_bytes(config, rank) if pipeline.schedule == "pipemare" else (0, 0)
+        each = weight * versions + extra[0], gradient, optimizer + extra[1]
+        state, activations = (round(size * count) for size in each), peak_bytes(actions, of_chunk)
         plan.append(StageMemory(rank, layers, count, *state, activations, live, transient_bytes(config, rank, pipeline)))
     return plan

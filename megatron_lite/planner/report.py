@@ -11,7 +11,6 @@ from megatron_lite.planner.flops import flops_per_iteration, flops_per_token, to
 from megatron_lite.planner.memory import StageMemory, attention_core, stage_memory, state_bytes
 from megatron_lite.planner.params import count_parameters
 from megatron_lite.planner.pipeline import Pipeline, is_automatic, pipeline_of, pipeline_warnings
-from megatron_lite.schedules import SCHEDULES
 from megatron_lite.schedules.draw import draw
 from megatron_lite.schedules.simulate import Costs, Timeline, chunk_costs, simulate
 
@@ -60,7 +59,10 @@ def schedule_picture(pipeline: Pipeline, total: int, costs: Costs | None = None)
     pp = pipeline.placement.pp_size
     if pp == 1:
         return ""
-    title, timeline = f"schedule {pipeline.schedule}", timed(pipeline, total, costs)
+    title = f"schedule {pipeline.schedule}"
+    if pipeline.asynchronous:
+        return asynchronous_picture(pipeline, total, title)
+    timeline = timed(pipeline, total, costs)
     bubble = f"{100 * timeline.sync_fraction:.1f}% of the step"
     shown = few_microbatches(pipeline, total)
     if pp > DRAWN_RANKS or shown > MOST_DRAWN:
@@ -70,6 +72,18 @@ def schedule_picture(pipeline: Pipeline, total: int, costs: Costs | None = None)
         return draw(timeline, title, width=WIDTH)
     note = f"the run has {total} microbatches, of which the picture shows {shown}: its bubble is {bubble}"
     return draw(timed(pipeline, shown, costs), title, width=WIDTH) + f"\n  {note}"
+
+
+def asynchronous_picture(pipeline: Pipeline, per_step: int, title: str) -> str:
+    """The first microbatches after a drain; the pipeline stays full over the updates until the next."""
+    pp, between = pipeline.placement.pp_size, per_step * pipeline.drain_interval
+    shown, bubble = min(between, max(DRAWN_MICROBATCHES, 2 * pp)), 100 * (pp - 1) / (between + pp - 1)
+    versions = ", ".join(str(pipeline.weight_versions(rank, per_step)) for rank in range(min(pp, DRAWN_RANKS)))
+    note = (f"an update after every {per_step} microbatch(es), without a flush; drained every {pipeline.drain_interval} "
+            f"steps: bubble {bubble:.2g}%\n  versions of the weights kept: {versions}")  # fmt: skip
+    if pp > DRAWN_RANKS:
+        return f"{title}: {pp} ranks\n  {note}"
+    return draw(timed(pipeline, shown), f"{title} after a drain", width=WIDTH) + f"\n  {note}"
 
 
 def warnings(config: Config) -> list[str]:
@@ -92,9 +106,9 @@ def timed(pipeline: Pipeline, num_microbatches: int, costs: Costs | None = None)
 def few_microbatches(pipeline: Pipeline, total: int) -> int:
     """As many of `total` microbatches as a picture needs: enough to fill the pipeline, in whole groups."""
     pp = pipeline.placement.pp_size
-    if pipeline.lists is not None:
+    if not pipeline.named:
         return total  # lists are for so many and no other number
-    group = (pipeline.group_size or pp) if SCHEDULES[pipeline.schedule].has_groups else 1
+    group = (pipeline.group_size or pp) if pipeline.has_groups else 1
     first = -(-max(DRAWN_MICROBATCHES, pp) // group) * group
     return next((shown for shown in range(first, total, group) if not pipeline.problems(shown)), total)
 

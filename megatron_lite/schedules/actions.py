@@ -32,7 +32,11 @@ LINE_LABEL = re.compile(r"\s*(?:rank\s*|r)?(\d+)\s*:")
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be built, read or run; the message names the first bad action."""
+    """A schedule that cannot be built, read or run; the message names the first bad action, `rank` whose it is."""
+
+    def __init__(self, message: str, rank: int | None = None):
+        super().__init__(message)
+        self.rank = rank
 
 
 class Action(NamedTuple):
@@ -223,13 +227,16 @@ def parse_action(text: str) -> Action:
     return Action(kind, int(chunk or 0), int(microbatch))
 
 
+def schedule_lines(text: str) -> list[tuple[int, str]]:
+    """(number, line without its comment) of every line that says something."""
+    lines = [(number, raw.split("#")[0]) for number, raw in enumerate(text.splitlines(), 1)]
+    return [(number, line) for number, line in lines if line.strip()]
+
+
 def parse_schedule(text: str) -> list[list[Action]]:
     """One line per rank, in rank order. A line may begin with its rank (`r0:`); # starts a comment."""
     schedule: list[list[Action]] = []
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = raw.split("#")[0]
-        if not line.strip():
-            continue
+    for number, line in schedule_lines(text):
         if label := LINE_LABEL.match(line):
             if int(label[1]) != len(schedule):
                 raise ScheduleError(f"line {number} is labelled rank {label[1]}, but rank {len(schedule)} comes next")

@@ -93,14 +93,15 @@ def execution_order(schedule: Schedule, placement: Placement, pairs: Sequence[Co
                 done.update(gives(actions[at[rank]], rank))
                 at[rank] += 1
                 moved = True
-    waits = []
+    waits, stuck = [], []
     for rank, actions in enumerate(schedule):
         if at[rank] < len(actions):
+            stuck.append(rank)
             missing = [event for event in wanted(rank) if event not in done]
             waits.append(f"{_name(rank, at[rank], actions[at[rank]])} waits for {' and '.join(map(str, missing))}")
     if waits:
         more = [f"and {len(waits) - MOST_WAITS} more ranks"] if len(waits) > MOST_WAITS else []
-        raise ScheduleError("deadlock: " + "; ".join(waits[:MOST_WAITS] + more))
+        raise ScheduleError("deadlock: " + "; ".join(waits[:MOST_WAITS] + more), stuck[0])
     return order
 
 
@@ -114,20 +115,21 @@ def _check_rank(rank: int, actions: Sequence[Action], placement: Placement, num_
     for index, action in enumerate(actions):
         name = _name(rank, index, action)
         if action.kind not in PARTS:
-            raise ScheduleError(f"{name}: unknown kind {action.kind!r}; choose from {', '.join(PARTS)}")
+            raise ScheduleError(f"{name}: unknown kind {action.kind!r}; choose from {', '.join(PARTS)}", rank)
         if not 0 <= action.chunk < placement.num_chunks:
-            raise ScheduleError(f"{name}: chunk {action.chunk} is not in 0..{placement.num_chunks - 1}")
+            raise ScheduleError(f"{name}: chunk {action.chunk} is not in 0..{placement.num_chunks - 1}", rank)
         numbers = placement.microbatches(action.chunk, num_microbatches)
         if action.microbatch not in numbers:
             through = f" of chunk {action.chunk}" if len(numbers) < num_microbatches else ""
-            raise ScheduleError(f"{name}: microbatch {action.microbatch} is not in {numbers.start}..{numbers.stop - 1}{through}")
+            among = f"{numbers.start}..{numbers.stop - 1}{through}"
+            raise ScheduleError(f"{name}: microbatch {action.microbatch} is not in {among}", rank)
         for event in gives(action, rank):
             if event in done:
-                raise ScheduleError(f"{name}: {event} runs a second time")
+                raise ScheduleError(f"{name}: {event} runs a second time", rank)
         for event in needs(action, rank, placement):
             # A chunk of the same rank may be a neighbour (the turn of a v); that is rule 3's business.
             if event.rank == rank and event.chunk == action.chunk and event not in done:
-                raise ScheduleError(f"{name}: comes before {event}")
+                raise ScheduleError(f"{name}: comes before {event}", rank)
         done.update(gives(action, rank))
     for chunk in range(placement.num_chunks):
         for microbatch in placement.microbatches(chunk, num_microbatches):
@@ -135,7 +137,7 @@ def _check_rank(rank: int, actions: Sequence[Action], placement: Placement, num_
                 if Event(part, rank, chunk, microbatch) not in done:
                     missing = Action(part, chunk, microbatch)
                     hint = "" if part == "F" else f" (nor {Action('BW', chunk, microbatch)})"
-                    raise ScheduleError(f"rank {rank} never runs {missing}{hint}: a {words} is missing")
+                    raise ScheduleError(f"rank {rank} never runs {missing}{hint}: a {words} is missing", rank)
 
 
 def _check_links(schedule: Schedule, placement: Placement) -> int:
@@ -154,6 +156,7 @@ def _check_links(schedule: Schedule, placement: Placement) -> int:
                 raise ScheduleError(
                     f"rank {source} -> rank {target}, {kind} {index}: sent is the result of "
                     f"{Action(part, out.source.chunk, out.microbatch)}, expected that of "
-                    f"{Action(part, into.source.chunk, into.microbatch)}; both ranks must run them in the same order"
+                    f"{Action(part, into.source.chunk, into.microbatch)}; both ranks must run them in the same order",
+                    target,
                 )
     return sum(map(len, sends.values()))

@@ -31,6 +31,7 @@ from megatron_lite.planner.flops import flops_per_iteration
 from megatron_lite.training.peak import matmul_peak_tflops
 from megatron_lite.training.setup import peak_memory
 from megatron_lite.training.step import StepReport
+from megatron_lite.training.trace import bubble_share
 
 MFU_FORMULA = "model FLOPs, causal half"  # planner.flops: no recomputation counted, attention at half of its square
 
@@ -56,7 +57,7 @@ class Metrics:
     learning_rate: float  # of the last step
     global_batch_size: int  # samples
     lm_loss: float  # mean over the iterations that were not skipped; nan if all were
-    loss_scale: float
+    loss_scale: float  # of the last step
     grad_norm: float  # of the last step, before clipping
     params_norm: float | None
     skipped: int  # iterations without an update
@@ -65,7 +66,7 @@ class Metrics:
     tokens_per_second_per_device: float
     tflops_per_device: float | None  # model TFLOP/s
     mfu: float | None  # percent of the device's peak, None where that is unknown
-    bubble_percent: float | None  # of the ranks' time, waiting for other stages; None without a pipeline
+    bubble_percent: float | None  # of the pipeline's time (training/trace.py); None without a pipeline
     data_wait_percent: float  # of the ranks' time
     peak_memory_bytes: int  # of the rank with most
     eta_seconds: float
@@ -77,6 +78,7 @@ class Interval:
 
     A step that was skipped enters the counters and the time, never the loss. `skipped_in_a_row` lives on over the
     lines: a run whose last steps were all skipped is lost (NaN weights do not heal), and its loop can say so and stop.
+    Overflows for which there is a lower loss scale to try are not among them.
     """
 
     def __init__(self, config: Config, mesh: Mesh):
@@ -90,7 +92,8 @@ class Interval:
 
     def reset(self) -> None:
         self.steps = self.skipped = self.nan_iterations = 0
-        self.loss_sum = self.seconds = self.data_wait_seconds = self.pipeline_wait_seconds = 0.0
+        self.loss_sum = self.seconds = self.data_wait_seconds = 0.0
+        self.pipeline_seconds: list[tuple[float, float]] = []  # per step: of the whole action list, and waiting in it
         self.last: StepReport | None = None
 
     def add(self, report: StepReport, seconds: float, data_wait_seconds: float = 0.0) -> None:
@@ -98,14 +101,14 @@ class Interval:
         self.steps += 1
         self.seconds += seconds
         self.data_wait_seconds += data_wait_seconds
-        self.pipeline_wait_seconds += report.result.wait_seconds
+        self.pipeline_seconds.append((report.result.total_seconds, report.result.wait_seconds))
         self.nan_iterations += not math.isfinite(report.loss)
         if report.stepped:
             self.loss_sum += report.loss
             self.skipped_in_a_row = 0
         else:
             self.skipped += 1
-            self.skipped_in_a_row += 1
+            self.skipped_in_a_row += report.fault is not None
         self.last = report
 
     def metrics(self, iteration: int, consumed_samples: int, params_norm: float | None = None) -> Metrics:
@@ -119,9 +122,8 @@ class Interval:
         world, device = self.mesh.world, self.mesh.device
         tokens_per_second = train.global_batch_size * seq / seconds
         tflops = flops_per_iteration(self.config) / (seconds * 1e12 * world.size)
-        waits = torch.tensor([self.pipeline_wait_seconds, self.data_wait_seconds], dtype=torch.float64, device=device)
-        waits = comm.all_reduce(waits, world) * (100.0 / (world.size * self.steps * seconds))
-        bubble, data_wait = waits.tolist()
+        data_wait = torch.tensor(self.data_wait_seconds, dtype=torch.float64, device=device)
+        data_wait = float(comm.all_reduce(data_wait, world)) / (world.size * self.steps * seconds)
         memory = torch.tensor(peak_memory(device), dtype=torch.float64, device=device)
         metrics = Metrics(
             iteration=iteration,
@@ -132,7 +134,7 @@ class Interval:
             learning_rate=self.last.lr,
             global_batch_size=train.global_batch_size,
             lm_loss=self.loss_sum / updates if updates else math.nan,
-            loss_scale=1.0,  # no fp16
+            loss_scale=self.last.loss_scale,
             grad_norm=self.last.grad_norm,
             params_norm=params_norm,
             skipped=self.skipped,
@@ -141,8 +143,8 @@ class Interval:
             tokens_per_second_per_device=tokens_per_second / world.size,
             tflops_per_device=tflops,
             mfu=100.0 * tflops / self.peak_tflops if self.peak_tflops else None,
-            bubble_percent=bubble if self.config.parallel.pp > 1 else None,
-            data_wait_percent=data_wait,
+            bubble_percent=100.0 * bubble_share(self.pipeline_seconds, self.mesh) if self.config.parallel.pp > 1 else None,
+            data_wait_percent=100.0 * data_wait,
             peak_memory_bytes=int(comm.all_reduce(memory, world, op="max")),
             eta_seconds=max(0, train.train_iters - iteration) * seconds,
         )

@@ -16,10 +16,13 @@ from megatron_lite.models.compiled import compile_elementwise
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.ddp import GradientEngine, Sharding
+from megatron_lite.optim.scaler import LossScale, LossScaler
+from megatron_lite.parallel.fp8 import require_fp8
 from megatron_lite.parallel.shard import initialise
 from megatron_lite.pipeline.executor import Executor
+from megatron_lite.pipeline.recorder import Recorder, clock_of
 from megatron_lite.pipeline.stage import build_chunks
-from megatron_lite.planner.automatic import PartCosts
+from megatron_lite.planner.automatic import PartCosts, plainest_pipeline
 from megatron_lite.schedules.actions import Action
 from megatron_lite.training.measure import measure_costs
 from megatron_lite.training.settle import Settled, settle_pipeline
@@ -37,13 +40,17 @@ class Trainer:
     executor: Executor
     actions: list[Action]
     settled: Settled  # the pipeline, and why it is this one
+    scaler: LossScaler
+    loss_scale: LossScale  # of the next step
+    recorder: Recorder | None = None  # with --trace-dir
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
     """The grid that the configuration makes of `world_size` ranks; what tp and pp leave is dp."""
     parallel = config.parallel
+    mirrored = plainest_pipeline(config.model.num_layers, parallel).placement.mirror(0, 0) is not None
     dp = world_size // (parallel.tp * parallel.pp)
-    return Grid(tp=parallel.tp, pp=parallel.pp, dp=dp, zero_replicas=parallel.zero_replica_size)
+    return Grid(tp=parallel.tp, pp=parallel.pp, dp=dp, zero_replicas=parallel.zero_replica_size, mirrored=mirrored)
 
 
 def num_microbatches(config: Config, dp: int) -> int:
@@ -56,7 +63,8 @@ def sharding_of(config: Config, mesh: Mesh) -> Sharding:
     stage = parallel.zero_stage
     shard, replica = (mesh.zero_shard, mesh.zero_replica) if stage else (Axis("zero_shard"), mesh.dp_cp)
     return Sharding(stage, shard, replica, not parallel.no_overlap_grad_reduce, not parallel.no_overlap_param_gather,
-                    parallel.zero_prefetch_limit, parallel.pp > 1)  # fmt: skip
+                    parallel.zero_prefetch_limit, parallel.pp > 1, mesh.mirror,
+                    torch.bfloat16 if parallel.grad_reduce_dtype == "bf16" else None)  # fmt: skip
 
 
 def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) -> Trainer:
@@ -64,6 +72,7 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
 
     `costs` are what an automatic pipeline is chosen by; without them they are measured here.
     """
+    require_fp8(config.precision, mesh.device)
     model, train = config.model, config.train
     length = model.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
     shape = (length, train.micro_batch_size, model.hidden_size)
@@ -79,8 +88,10 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
     engine = GradientEngine(chunks, sharding_of(config, mesh), mesh.tp, mesh.embedding, config.parallel.ddp_bucket_size,
                             partial(initialise, seed=train.seed))  # fmt: skip
     optimizer = Optimizer(engine.buckets, config.optimizer)
-    executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device)
-    return Trainer(config, mesh, chunks, engine, optimizer, executor, pipeline.actions(m)[mesh.pp.rank], settled)
+    recorder = Recorder(clock_of(mesh.device)) if config.logging.trace_dir else None
+    executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device, recorder)
+    actions, scaler = pipeline.actions(m)[mesh.pp.rank], LossScaler.of(config.precision)
+    return Trainer(config, mesh, chunks, engine, optimizer, executor, actions, settled, scaler, scaler.start(), recorder)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -2,7 +2,7 @@
 
     model/<name>               fp32 master weights (the weights themselves in fp32 and fp64), canonical names
     optim/exp_avg/<name> ...   moments, in parameter space under the same names
-    meta                       configuration, layout, iteration, consumed samples, optimizer steps, the pipeline if it was
+    meta                       configuration, layout, iteration, samples, optimizer steps, loss scale, the pipeline if it was
                                chosen automatically, versions
 
 Dropout and data order are functions of seed and position (rng.py, data/samples.py), so there is no generator to store.
@@ -24,6 +24,7 @@ from megatron_lite.checkpoint.folder import decide
 from megatron_lite.checkpoint.load import load_checkpoint
 from megatron_lite.checkpoint.save import save_checkpoint
 from megatron_lite.config import Config
+from megatron_lite.optim.scaler import stored
 from megatron_lite.parallel.shard import Shard
 from megatron_lite.training.setup import Trainer
 
@@ -36,11 +37,18 @@ ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_i
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: finished iterations, consumed training samples, W&B run to continue."""
+    """Where a run stands: finished iterations, consumed training samples, W&B run to continue, and the samples of skipped
+    steps, which moved the data on and the learning rate not."""
 
     iteration: int = 0
     consumed_samples: int = 0
     wandb_id: str | None = None
+    skipped_samples: int = 0
+
+    @property
+    def scheduled_samples(self) -> int:
+        """Samples that the learning rate has seen."""
+        return self.consumed_samples - self.skipped_samples
 
 
 def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.Size, int, torch.Tensor]]:
@@ -73,7 +81,9 @@ def save(trainer: Trainer, progress: Progress) -> Path:
         "layout": {axis: getattr(mesh.grid, axis) for axis in ("tp", "cp", "ep", "dp", "pp")},
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
+        "skipped_samples": progress.skipped_samples,
         "optimizer_steps": trainer.optimizer.steps,
+        "loss_scale": stored(trainer.loss_scale) if trainer.scaler.dynamic else None,
         "wandb_id": progress.wandb_id,
         "pipeline": trainer.settled.record,
         "versions": {"megatron_lite": megatron_lite.__version__, "torch": torch.__version__,
@@ -100,7 +110,9 @@ def restore(trainer: Trainer) -> tuple[Progress, str]:
         return Progress(), choice.says + " (weights only: starting at iteration 0)"
     if not weights_only:
         trainer.optimizer.steps = meta["optimizer_steps"]
-    return Progress(meta["iteration"], meta["consumed_samples"], meta["wandb_id"]), choice.says
+        trainer.loss_scale = trainer.scaler.resume(meta.get("loss_scale"))
+    samples = meta["consumed_samples"], meta["wandb_id"], meta.get("skipped_samples", 0)
+    return Progress(meta["iteration"], *samples), choice.says
 
 
 def check_model(config: Config, meta: dict) -> None:

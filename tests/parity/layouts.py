@@ -81,10 +81,10 @@ def pieces(trainer, attribute):
 
 
 def copies_agree(trainer):
-    """Blocks that tp ranks share and tied copies hold the same bits on every holder: [(name, offset, stage kind, bytes)]."""
+    """Blocks that tp ranks share, tied copies, stages on two ranks: the same bits on every holder. [(name, offset, values)]"""
     return [(box.name, box.offset, box.of_local(tensor).flatten().double().tolist())
             for p, tensor in full(trainer, "param") for box in p.shard.boxes if box.copies > 1 or p.shard.tied
-            or p.shard.name == "embed_tokens.weight"]  # fmt: skip
+            or p.shard.name == "embed_tokens.weight" or trainer.mesh.mirror.size > 1]  # fmt: skip
 
 
 def run_layout(rank, world, config, steps, shared_memory=True):

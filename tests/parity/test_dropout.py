@@ -206,7 +206,8 @@ def test_evaluation_drops_nothing(pool):
     plain, dropped = (evaluated(0, 1, config_for(model)) for model in (GPT, with_dropout(GPT, 0.5, 0.5)))
     assert plain == pytest.approx([plain[0]] * 3, rel=1e-12) and dropped[:2] == plain[:2]
     assert abs(dropped[2] / plain[2] - 1) > 1e-3
-    for world, micro_batch, flags in ((2, 1, {"pp": 2}), (4, 2, {"tp": 2})):
+    both_ways = {"pp": 2, "pipeline_schedule": "dualpipe"}  # its losses come from both ends
+    for world, micro_batch, flags in ((2, 1, {"pp": 2}), (4, 2, {"tp": 2}), (2, 1, both_ways)):
         config = config_for(with_dropout(GPT, 0.5, 0.5), micro_batch=micro_batch, **flags)
         for losses in pool.run(evaluated, world, world, config):
             assert losses[:2] == pytest.approx(plain[:2], rel=1e-12)

@@ -60,6 +60,7 @@ SOURCES = {  # name -> (model, ranks, flags)
     "gpt_tp2": (GPT, 2, {"tp": 2}),
     "gpt_interleaved": (GPT, 2, {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2}),
     "gpt_zbv": (GPT, 2, {"pp": 2, "pipeline_schedule": "zbv"}),
+    "gpt_dualpipe": (GPT, 4, {"pp": 4, "pipeline_schedule": "dualpipe"}),
 }
 
 
@@ -86,6 +87,8 @@ def saved(pool, tmp_path_factory):
     ("gpt_dp2", 2, {"pp": 2, "decoder_first_pipeline_num_layers": 1}, 8), ("gpt_dp2", 4, {}, 8),
     ("gpt_interleaved", 1, {}, 8), ("gpt_zbv", 2, {"pp": 2}, 8), ("gpt_zbv", 4, {"pp": 2, "tp": 2}, 16),
     ("gpt_dp2", 2, {"pp": 2, "pipeline_schedule": "zbv"}, 8),
+    ("gpt_dualpipe", 1, {}, 8), ("gpt_dualpipe", 4, {"pp": 2, "pipeline_schedule": "dualpipe"}, 64),
+    ("llama_tp2", 4, {"pp": 2, "tp": 2, "pipeline_schedule": "dualpipe"}, 8),
     ("llama_1", 4, {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2}, 8),
     ("gpt_tp2", 1, {}, 90), ("gpt_tp2", 2, {"pp": 2, "ddp_bucket_size": 5000}, 64),
 ])  # fmt: skip
@@ -100,7 +103,8 @@ def test_another_layout_goes_on_alike(pool, saved, source, world, flags, divisor
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("model", "world", "flags"), [
     (GPT, 1, {}), (LLAMA, 4, {"tp": 2, "sp": True}), (GPT, 4, {"tp": 2, "pp": 2}),
-], ids=["gpt_1", "llama_tp2_dp2", "gpt_tp2_pp2"])  # fmt: skip
+    (GPT, 4, {"pp": 2, "pipeline_schedule": "dualpipe"}),
+], ids=["gpt_1", "llama_tp2_dp2", "gpt_tp2_pp2", "gpt_dualpipe_dp2"])  # fmt: skip
 def test_the_same_layout_goes_on_bit_for_bit(pool, tmp_path, model, world, flags, precision):
     """With dropout (C12), and from fp32 masters under bf16 (C19)."""
     model = dataclasses.replace(model, hidden_dropout=0.1, attention_dropout=0.1)

@@ -22,6 +22,7 @@ FLAGS = {  # name -> flags of the schedule
     "zb-h2": {"pipeline_schedule": "zb-h2"},
     "zbv": {"pipeline_schedule": "zbv"},
     "dualpipev": {"pipeline_schedule": "dualpipev"},
+    "dualpipe": {"pipeline_schedule": "dualpipe"},
 }
 MIXED = {  # name -> (ranks, flags); dp is what tp and pp leave
     "pp2": (2, {"pp": 2}),
@@ -39,12 +40,14 @@ FAST = {  # what runs on every commit; the rest of schedules x mixtures x models
     ("zb-h2", "pp4", "llama_untied"), ("zb-h2", "pp2_tp2", "gpt_tied"),
     ("zbv", "pp2", "gpt_tied"), ("zbv", "pp4", "llama_untied"), ("zbv", "pp2_tp2_dp2", "gpt_tied"),
     ("dualpipev", "pp4", "gpt_tied"), ("dualpipev", "pp2_dp2", "llama_untied"), ("dualpipev", "pp2_tp2", "gpt_tied"),
+    ("dualpipe", "pp2", "gpt_tied"), ("dualpipe", "pp4", "gpt_tied"), ("dualpipe", "pp2_dp2", "llama_untied"),
+    ("dualpipe", "pp2_tp2_dp2", "gpt_tied"), ("dualpipe", "pp4_tp2", "llama_untied"),
 }  # fmt: skip
 
 
 def needed(schedule, mixture):
-    """Whether the schedule runs: DualPipeV wants 2p of the 8 / dp microbatches."""
-    return (schedule, mixture) != ("dualpipev", "pp4_dp2")
+    """Whether the schedule runs: DualPipe and DualPipeV want 2p of the 8 / dp microbatches."""
+    return mixture != "pp4_dp2" or schedule not in ("dualpipe", "dualpipev")
 
 
 CASES = [pytest.param(*case, marks=[] if case in FAST else pytest.mark.full)
@@ -57,7 +60,7 @@ def references():
 
 
 def test_every_schedule_is_here():
-    assert set(FLAGS) == set(SCHEDULES) - {"dualpipe"}  # whose stages lie twice
+    assert set(FLAGS) == set(SCHEDULES)
     assert {schedule for schedule, _, _ in FAST} == set(FLAGS) and len(FAST & {case.values for case in CASES}) == len(FAST)
 
 
@@ -74,8 +77,9 @@ def test_schedule_equals_one_process(pool, references, schedule, mixture, model)
     assert pipeline.schedule == schedule
     for rank, result in enumerate(results):
         stage = rank // replicas
-        assert result["held"] == [report.peak_live[stage] * pipeline.num_chunks] * 2, "held until W"
-        assert result["peak"] == [report.peak_live_early[stage] * pipeline.num_chunks] * 2, "held until B"
+        share = pipeline.placement.chunks_per_share
+        assert result["held"] == [report.peak_live[stage] * share] * 2, "held until W"
+        assert result["peak"] == [report.peak_live_early[stage] * share] * 2, "held until B"
 
 
 def assert_same_bits(run, other):
@@ -88,13 +92,14 @@ def assert_same_bits(run, other):
 @pytest.mark.parametrize(("schedule", "world", "flags"), [
     ("gpipe", 2, {"pp": 2}), ("1f1b", 2, {"pp": 2}), ("interleaved", 4, {"pp": 4}), ("zb-h1", 4, {"pp": 2, "tp": 2}),
     ("zb-h2", 4, {"pp": 2}), ("zbv", 4, {"pp": 4}), ("dualpipev", 4, {"pp": 2, "tp": 2}),
+    ("dualpipe", 4, {"pp": 4}),
 ])  # fmt: skip
 def test_twice_the_same_bits(pool, schedule, world, flags):
     config = config_for(MODELS["gpt_tied"], precision="bf16", **flags, **FLAGS[schedule])
     assert_same_bits(*(run_everywhere(pool, config, world, 2) for _ in range(2)))
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zbv", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zbv", "dualpipev", "dualpipe"])
 def test_overlap_changes_no_bit(pool, schedule):
     """A bucket is reduced at its last contribution, whichever of B, W and BW that is in; or after the last backward."""
     runs = [run_everywhere(pool, config_for(MODELS["gpt_tied"], precision="fp32", pp=2, no_overlap_grad_reduce=off,
@@ -118,7 +123,7 @@ def test_other_cuts(pool, references, schedule, world, flags):
     assert_equal_runs(run_everywhere(pool, config, world, 2), references["gpt_tied"], 1e-10)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv", "dualpipe"])
 def test_dropout_is_drawn_alike(pool, schedule):
     """By layer and microbatch, whichever chunk runs them and when."""
     model = dataclasses.replace(MODELS["gpt_tied"], hidden_dropout=0.2, attention_dropout=0.1)

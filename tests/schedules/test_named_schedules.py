@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_lite.schedules import SCHEDULES, build_schedule, schedule_placement, schedule_problems
 from megatron_lite.schedules.actions import ScheduleError, format_schedule
-from megatron_lite.schedules.advice import schedule_warnings
+from megatron_lite.schedules.advice import Forecaster, schedule_warnings
 from megatron_lite.schedules.check import check
 from megatron_lite.schedules.interleaved import interleaved, order_table, whole_groups
 from megatron_lite.schedules.simulate import Costs, chunk_costs, simulate
@@ -221,6 +221,26 @@ WARNED = {
 def test_what_wastes_time_is_said_with_its_cost(sizes):
     assert not schedule_problems(*sizes)
     assert any(re.search(WARNED[sizes], text) for text in schedule_warnings(*sizes))
+
+
+@settings(max_examples=60, deadline=None)
+@given(names, st.integers(2, 6), st.integers(2, 3), st.integers(1, 60), st.none() | st.integers(2, 9), cost, cost, cost)
+def test_a_forecast_from_the_first_rounds_is_the_simulation(name, p, chunks, m, group, forward, input_grad, weight_grad):
+    """Long steps are not simulated to their end (advice.py): makespan, bubble and peak are the same numbers."""
+    chunks = chunks if SCHEDULES[name].has_groups else SCHEDULES[name].default_chunks
+    group = group if SCHEDULES[name].has_groups else None
+    if schedule_problems(name, p, chunks, m, group):
+        return
+    costs = (forward, input_grad, weight_grad)
+    run = timeline(name, p, m, costs, chunks, group)
+    forecast = Forecaster(p, costs, 0)(name, chunks, m, group)
+    assert forecast == (run.makespan, run.sync_bubble, max(run.peak_live))
+
+
+def test_advice_about_a_long_step_is_cheap():
+    """As many actions simulated for 4000 microbatches as for 40."""
+    text = schedule_warnings("gpipe", 4, 1, 4000)[0]
+    assert "step 12009 with 4000 microbatches held per rank; 1f1b takes 12009 with 4" in text.replace("1.201e+04", "12009")
 
 
 def test_good_sizes_are_not_warned_about():

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_lite.schedules import SCHEDULES, build_schedule, schedule_placement
-from megatron_lite.schedules.actions import format_schedule
+from megatron_lite.schedules.file import format_file
 from megatron_lite.schedules.html import draw_html
 from megatron_lite.schedules.simulate import chunk_costs, simulate
 from megatron_lite.schedules.svg import draw_svg, shade
@@ -116,9 +116,13 @@ def test_tool_writes_pictures(suffix, starts, tmp_path, capsys):
 
 
 def test_tool_draws_a_file(tmp_path, capsys):
+    """One that it has written; when its actions run is no part of it."""
     path = tmp_path / "mine.txt"
-    path.write_text(format_schedule(build_schedule("zbv", 4, 2, 8)))
-    draw_schedule.main(["--schedule-file", str(path), "--placement", "v"])
+    draw_schedule.main(["--schedule", "zbv", "--costs", "1,2,3", "--latency", "0.1", "--out", str(path)])
+    schedule, placement = build_schedule("zbv", 4, 2, 8), schedule_placement("zbv", 4, 2)
+    assert path.read_text(encoding="utf-8") == format_file(schedule, placement)
+    capsys.readouterr()
+    draw_schedule.main(["--schedule-file", str(path)])
     assert "mine.txt: 4 ranks x 2 chunks, 8 microbatches; makespan 25.5" in capsys.readouterr().out
 
 
@@ -136,12 +140,12 @@ def test_tool_warns_overlaps_and_chooses(capsys):
     ("text", "argv", "message"),
     [
         ("F0 BW0 F1 BW1\nF0 F1 BW0 BW1", [], "deadlock: rank 0, action 1 (BW0) waits for B0 of rank 1"),
-        ("F0 G0", [], "line 1 (rank 0): 'G0' is no action"),
+        ("F0 G0", [], "mine.txt, line 1 (rank 0): 'G0' is no action"),
         ("# nothing", [], "holds no actions"),
-        ("F0.0 F0.1 BW0.1 BW0.0", ["--placement", "bidirectional"], "p must be even, not 1"),
+        ("placement bidirectional\nF0.0 F0.1 BW0.1 BW0.0", [], "p must be even, not 1"),
         (None, [], "No such file"),
         ("F0 BW0", ["--schedule", "zbv"], "not allowed with argument"),
-        ("F0 BW0", ["--out", "x.png"], "should end in .svg, .html, .json"),
+        ("F0 BW0", ["--out", "x.png"], "should end in .svg, .html, .json, .txt"),
         ("F0 BW0", ["--overlap", "3"], "overlap 3.0 is no part of an action"),
     ],
 )

@@ -20,7 +20,9 @@ from megatron_lite.comm.mesh import build_mesh
 from megatron_lite.config import GROUPS
 from megatron_lite.data.indexed import IndexedWriter
 from megatron_lite.rules import flag_name
+from megatron_lite.schedules import ASYNCHRONOUS
 from megatron_lite.training import data, logging, setup
+from megatron_lite.training.asynchronous import _Stream, _Window, annealing_length, steps_to_drain
 from megatron_lite.training.setup import build_trainer, grid_of
 
 TINY = ("--num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
@@ -31,13 +33,18 @@ ROPE = "--position-embedding-type rope"
 SCALED = f"{ROPE} --use-rope-scaling --rope-original-max-position 32 --rope-scaling-factor 2"
 GQA = "--num-attention-heads 4 --group-query-attention"
 CHUNKED = "ranks 2 --pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8"
+STALE = "ranks 2 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
 WARM = "--lr-warmup-iters 2"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 2"
 EVAL = "--eval-interval 1 --eval-iters 1"
 SAVE = "--save {tmp}/save"
 LOAD = "--load {tmp}/start --train-iters 7"  # 4 iterations were saved
 WANDB = "--wandb-project p"
+TRACE = "--trace-dir {tmp}/traces"
 REAL = "--fp64 --train-iters 3 --data-path {tmp}/corpus"  # without --mock-data
+FP32 = "only --mock-data --train-iters 3"
+DIVISIBLE = "--num-layers 3 --ffn-hidden-size 32"
+FP8 = f"{FP32} --bf16 {DIVISIBLE} --fp8-format hybrid"
 BYTES = f"{REAL} --tokenizer-type NullTokenizer --vocab-size 39"
 
 # field -> (added to the base, added to the changed run, observable that must differ)
@@ -83,14 +90,19 @@ ROWS = {
     "pipeline_schedule": ("ranks 2 --pipeline-model-parallel-size 2", "--pipeline-schedule gpipe", "built"),
     "pipeline_memory_limit": (f"{CHUNKED} --pipeline-schedule auto", "--pipeline-memory-limit 1", "built"),
     "pipeline_split": (f"{CHUNKED} --vocab-size 9000", "--pipeline-split auto", "built"),  # a slow output layer
+    "pipeline_schedule_file": ("ranks 2 --pipeline-model-parallel-size 2", "--pipeline-schedule-file {tmp}/mine.txt", "built"),
     "num_virtual_stages_per_pipeline_rank": (CHUNKED, "--num-virtual-stages-per-pipeline-rank 2", "built"),
     "num_layers_per_virtual_pipeline_stage": (CHUNKED, "--num-layers-per-virtual-pipeline-stage 1", "built"),
     "microbatch_group_size_per_virtual_pipeline_stage": (
         f"{CHUNKED} --num-virtual-stages-per-pipeline-rank 2", "--microbatch-group-size-per-virtual-pipeline-stage 4", "built"),
+    "pipeline_drain_interval": (f"{STALE} --pipeline-schedule pipedream", "--pipeline-drain-interval 2", "built"),
+    "pipemare_annealing_iters": (f"{STALE} --pipeline-schedule pipemare", "--pipemare-annealing-iters 3", "built"),
+    "pipemare_correction_decay": (f"{STALE} --pipeline-schedule pipemare", "--pipemare-correction-decay 0.5", "built"),
     "decoder_first_pipeline_num_layers": ("ranks 2 --num-layers 3 --pipeline-model-parallel-size 2",
                                           "--decoder-first-pipeline-num-layers 1", "built"),
     "decoder_last_pipeline_num_layers": ("ranks 2 --num-layers 3 --pipeline-model-parallel-size 2",
                                          "--decoder-last-pipeline-num-layers 2", "built"),
+    "grad_reduce_dtype": ("ranks 2 only --mock-data --train-iters 3", "--grad-reduce-dtype bf16", "built"),
     "no_overlap_grad_reduce": ("ranks 2", "--no-overlap-grad-reduce", "built"),
     "zero_stage": ("ranks 2", "--zero-stage 2", "built"),
     "data_parallel_sharding_strategy": ("ranks 2", "--data-parallel-sharding-strategy optim", "built"),
@@ -122,7 +134,18 @@ ROWS = {
     "sgd_momentum": ("--optimizer sgd", "--sgd-momentum 0.5", "params"),
     # precision
     "bf16": ("only --mock-data --train-iters 3", "--bf16", "loss"),
+    "fp16": (FP32, "--fp16 --initial-loss-scale 256", "loss"),
     "fp64": ("only --mock-data --train-iters 3", "--fp64", "loss"),
+    "fp8_format": (f"{FP32} --bf16 {DIVISIBLE}", "--fp8-format hybrid", "failure"),  # here is no GPU that has it
+    "fp8_recipe": (f"ranks 1 {FP8}", "--fp8-recipe tensorwise", "built"),
+    "fp8_amax_history_len": (f"ranks 1 {FP8}", "--fp8-amax-history-len 4", "built"),
+    "fp8_margin": (f"ranks 1 {FP8}", "--fp8-margin 1", "built"),
+    "first_last_layers_bf16": (f"ranks 1 {FP8}", "--first-last-layers-bf16", "built"),
+    "loss_scale": (f"{FP32} --fp16 --initial-loss-scale 256", "without --initial-loss-scale --loss-scale 128", "scale"),
+    "initial_loss_scale": (f"{FP32} --fp16", "--initial-loss-scale 256", "scale"),
+    "min_loss_scale": (f"{FP32} --fp16 --hysteresis 1", "--min-loss-scale 4e9", "scale"),
+    "loss_scale_window": (f"{FP32} --fp16 --initial-loss-scale 256", "--loss-scale-window 1", "scale"),
+    "hysteresis": (f"{FP32} --fp16", "--hysteresis 1", "scale"),
     # data
     "data_path": (f"only {REAL}", "--data-path {tmp}/other", "loss"),
     "split": (f"only {REAL}", "--split 40,60", "loss"),
@@ -138,6 +161,7 @@ ROWS = {
     "global_batch_size": ("", "--global-batch-size 2", "loss"),
     "train_iters": ("", "--train-iters 2", "iterations"),
     "train_samples": ("only --fp64 --mock-data --train-samples 8", "--train-samples 12", "iterations"),
+    "max_consecutive_skips": ("only --mock-data --train-iters 20 --lr 1e30", "--max-consecutive-skips 2", "failure"),
     "exit_interval": ("", "--exit-interval 2", "iterations"),
     "exit_duration_in_mins": ("", "--exit-duration-in-mins 1e-9", "iterations"),
     "eval_iters": (EVAL, "--eval-iters 2", "validation"),
@@ -162,6 +186,9 @@ ROWS = {
     "wandb_entity": (WANDB, "--wandb-entity a", "sinks"),
     "wandb_save_dir": (WANDB, "--wandb-save-dir {tmp}/w", "sinks"),
     "log_params_norm": ("", "without --log-params-norm", "params"),
+    "trace_dir": ("", TRACE, "traces"),
+    "trace_start": (TRACE, "--trace-start 3", "traces"),
+    "trace_steps": (TRACE, "--trace-steps 1", "traces"),
     "peak_tflops": ("", "--peak-tflops 2", "mfu"),
 }  # fmt: skip
 
@@ -171,7 +198,9 @@ def built(rank, argv, world):
     config, problems = parse(argv, world)
     assert not problems, problems
     mesh = build_mesh(grid_of(config, world), torch.device("cpu"))
-    trainer = build_trainer(config, mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "require_fp8", lambda *_: None)  # built here, run elsewhere
+        trainer = build_trainer(config, mesh)
     sharding = trainer.engine.sharding
     return {
         "shapes": [(p.shard.name, tuple(p.shape)) for chunk in trainer.chunks for p in chunk.parameters()],
@@ -179,9 +208,20 @@ def built(rank, argv, world):
         "buckets": [bucket.layout.size for bucket in trainer.engine.buckets],
         "cut activations": trainer.chunks[0].tp.sequence_parallel,
         "sharding": (sharding.stage, sharding.shard.ranks, sharding.overlap, sharding.overlap_gather, sharding.limit),
+        "wire": trainer.engine.wire_dtype,
+        "8 bits": [layer.mlp.up_proj.fp8 and layer.mlp.up_proj.fp8.recipe for c in trainer.chunks for layer in c.layers],
         "actions": [str(action) for action in trainer.actions],
         "activation": trainer.executor.shape,
+        "asynchronous": asynchronous_settings(trainer),
     }
+
+
+def asynchronous_settings(trainer):
+    """What a window of an asynchronous pipeline is made of: its steps, PipeMare's rates, its mean change of an update."""
+    if trainer.config.parallel.pipeline_schedule not in ASYNCHRONOUS:
+        return None
+    window = _Window(trainer, _Stream(trainer, None, 0), 0, 0, 1)
+    return steps_to_drain(trainer.config, 0), annealing_length(trainer.config), window.velocity and window.velocity.gamma
 
 
 def recorder(made, name):
@@ -204,8 +244,9 @@ def recorder(made, name):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Two corpora, and a checkpoint of four iterations."""
+    """Two corpora, a schedule, and a checkpoint of four iterations."""
     folder = tmp_path_factory.mktemp("flags")
+    (folder / "mine.txt").write_text("F0 F1 BW1 BW0\nF0 F1 BW1 BW0\n")
     for seed, name in enumerate(("corpus", "other")):
         generator = np.random.default_rng(seed)
         with IndexedWriter(folder / name, np.uint16) as writer:
@@ -252,6 +293,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(data, "BatchLoader", recorded)
         monkeypatch.setattr(setup, "compile_elementwise", compiled)
         text = flags.replace("{tmp}/save", str(folder / "save")).replace("{tmp}/other.jsonl", str(folder / "other.jsonl"))
+        text = text.replace("{tmp}/traces", str(folder / "traces"))
         argv = ["--jsonl", str(folder / "log.jsonl"), *text.replace("{tmp}", str(files)).split()]
         capsys.readouterr()
         code = pretrain_gpt.main(argv)
@@ -264,11 +306,13 @@ def observe(files, tmp_path, monkeypatch, capsys):
             "loss": [row["lm loss"] for row in steps],
             "norm": [row["grad-norm"] for row in steps],
             "params": [row.get("params-norm") for row in steps],
+            "scale": [row["loss-scale"] for row in steps],
             "iterations": [row["iteration"] for row in steps],
             "validation": [(row["iteration"], row["lm loss validation"]) for row in rows if "lm loss validation" in row],
             "mfu": [round(row["mfu-percent"] / row["throughput"], 6) for row in steps if row["throughput"]],
             "files": sorted(f"{p.relative_to(folder)} {p.stat().st_size if p.suffix == '.safetensors' else ''}"
                             for p in folder.rglob("*")),
+            "traces": sorted(path.name for path in folder.glob("traces/*")),
             "says": out,
         }  # fmt: skip
 
@@ -286,7 +330,8 @@ def command_lines(field):
     if base.startswith("ranks "):
         _, number, *rest = base.split()
         world, base = int(number), " ".join(rest)
-    base = f"{TINY} {base.removeprefix('only ')}" if base.startswith("only ") else f"{TINY} {RUN} {base}"
+    tiny = TINY.replace(" --log-params-norm", "") if ROWS[field][0].startswith(STALE) else TINY  # no such norm there
+    base = f"{tiny} {base.removeprefix('only ')}" if base.startswith("only ") else f"{tiny} {RUN} {base}"
     changed = base
     if change.startswith("without "):
         _, flag, *rest = change.split()

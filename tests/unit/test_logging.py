@@ -40,9 +40,12 @@ LINE = re.compile(
 )
 
 
-def step(loss=2.0, norm=1.5, stepped=True, wait=0.0):
+def step(loss=2.0, norm=1.5, stepped=True, total=1.0, wait=0.0, scale=1.0, search=False):
+    """`search`: the step was skipped for a loss scale that can still fall."""
     zero = torch.zeros((), dtype=torch.float64)
-    return StepReport(loss, 256, norm, 3e-4, stepped, Result(zero, zero, wait_seconds=wait))
+    fault = None if stepped or search else "somewhere"
+    result = Result(zero, zero, ended=total, waits=[(None, 0.0, wait)])
+    return StepReport(loss, 256, norm, 3e-4, stepped, result, scale, fault)
 
 
 def config_with(**logging) -> Config:
@@ -114,10 +117,20 @@ def test_skipped_and_nan_steps_are_counted_and_stay_out_of_the_loss():
     assert interval.skipped_in_a_row == 0
 
 
+def test_a_search_for_the_loss_scale_is_counted_but_is_no_failure():
+    interval = log.Interval(CONFIG, single())
+    interval.add(step(3.0, math.inf, stepped=False, scale=65536.0, search=True), 1.0)
+    assert interval.skipped_in_a_row == 0
+    metrics = interval.metrics(1, 8)
+    assert (metrics.skipped, metrics.nan_iterations, metrics.loss_scale) == (1, 0, 65536.0) and math.isnan(metrics.lm_loss)
+    assert LINE.fullmatch(log.log_line(metrics))[9] == "65536.0" and log.values_of(metrics)["loss-scale"] == 65536.0
+
+
 def two_stages(rank, mesh_config):
     interval = log.Interval(mesh_config, build_mesh(Grid(pp=2), torch.device("cpu")))
-    interval.add(step(wait=0.2 * (rank + 1)), 1.0, data_wait_seconds=0.1 * rank)
-    return interval.metrics(1, 8)
+    interval.add(step(total=0.8, wait=0.2 * (rank + 1)), 1.0, data_wait_seconds=0.1 * rank)
+    interval.add(step(total=[1.2, 0.8][rank], wait=0.1), 1.0, data_wait_seconds=0.1 * rank)
+    return interval.metrics(2, 16)
 
 
 def test_waits_are_the_ranks_mean_and_the_line_is_the_same_everywhere(pool):
@@ -125,7 +138,9 @@ def test_waits_are_the_ranks_mean_and_the_line_is_the_same_everywhere(pool):
                                  train=dataclasses.replace(CONFIG.train, world_size=2))  # fmt: skip
     first, last = pool.run(two_stages, 2, config)
     assert first == last
-    assert first.bubble_percent == pytest.approx(30.0) and first.data_wait_percent == pytest.approx(5.0)
+    # Step 1: 0.2 and 0.4 of 0.8 s idle; step 2: 0.1 and, with the wait for the slower rank, 0.5 of 1.2 s.
+    assert first.bubble_percent == pytest.approx(100 * (0.3 + 0.3) / (0.8 + 1.2))
+    assert first.data_wait_percent == pytest.approx(5.0)
     assert first.tokens_per_second == pytest.approx(2 * first.tokens_per_second_per_device)
 
 

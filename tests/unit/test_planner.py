@@ -126,6 +126,8 @@ CUTS = {  # chunk flags, 8 layers on 2 ranks -> schedule, layers of every rank's
                                                                   [(i, i + 1) for i in (1, 3, 5, 7)]]),
     "--num-layers-per-virtual-pipeline-stage 4": ("1f1b", [[(0, 4)], [(4, 8)]]),
     "--pipeline-schedule zbv": ("zbv", [[(0, 2), (6, 8)], [(2, 4), (4, 6)]]),
+    "--pipeline-schedule dualpipe --decoder-last-pipeline-num-layers 3": ("dualpipe", [[(0, 5), (5, 8)], [(5, 8), (0, 5)]]),
+    "--pipeline-schedule dualpipe --num-layers-per-virtual-pipeline-stage 4": ("dualpipe", [[(0, 4), (4, 8)], [(4, 8), (0, 4)]]),
     "--pipeline-schedule dualpipev --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1":
         ("dualpipev", [[(0, 1), (7, 8)], [(1, 4), (4, 7)]]),
     "--pipeline-schedule interleaved --decoder-last-pipeline-num-layers 1": ("interleaved", [[(0, 3), (5, 7)], [(3, 5), (7, 8)]]),
