@@ -23,6 +23,7 @@ from megatron_lite.comm.mesh import single
 from megatron_lite.config import GROUPS, Config, ParallelConfig
 from megatron_lite.errors import ReportedError
 from megatron_lite.models.transformer import TransformerStage
+from megatron_lite.parallel.shard import allocate
 from megatron_lite.parallel.tensor import TensorParallel
 
 
@@ -63,6 +64,7 @@ def load_model(directory: str, iteration: int | None = None, device: torch.devic
                              range(config.model.num_layers), True, True, tp)  # fmt: skip
     requests = []
     for param in model.parameters():
+        allocate(param)
         param.data.zero_()  # rows of vocabulary padding are in no checkpoint
         requests += box_requests("model", param.shard, param.data)
     load_checkpoint(directory, requests, mesh, manifest.iteration)
