@@ -40,6 +40,7 @@ setup(
             "megatron-preprocess-data = tools.preprocess_data:main",
             "megatron-draw-schedule = tools.draw_schedule:main",
             "megatron-generate = tools.generate:main",
+            "megatron-convert-checkpoint = tools.convert_checkpoint:main",
         ]
     },
 )
