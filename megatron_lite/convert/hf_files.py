@@ -54,7 +54,7 @@ class SafetensorsSource(Source):
                     raise ConversionError(f"tensor {name} is in {self.file_of[name]} and in {file}")
                 self.kinds[name] = Kind(TORCH_NAMES[entry["dtype"]], tuple(entry["shape"]))
                 self.file_of[name] = file
-        wrong = [f"tensor {name}: the index says {file}, it is {'in ' + self.file_of[name] if name in self.file_of else 'nowhere'}"
+        wrong = [f"{name}: the index says {file}: it is {'in ' + self.file_of[name] if name in self.file_of else 'nowhere'}"
                  for name, file in (index or {}).items() if self.file_of.get(name) != file]  # fmt: skip
         if wrong:
             raise ConversionError(f"{folder / SAFE_INDEX} does not fit the files:", wrong)

@@ -92,7 +92,7 @@ def open_megatron(folder: Path, given: Mapping[str, Any]) -> Opened:
     shapes = {name: kind.shape for name, kind in source.kinds.items() if name not in ignored}
     check_links(links, our_tensors(model, vocab), shapes)
     dtypes = sorted({kind.dtype for kind in source.kinds.values()})
-    notes = [f"{place}: tp {tp}, pp {pp}, {len(chunks[0, 0])} chunk(s) per rank, {', '.join(dtypes)}; weights only, the optimizer "
+    notes = [f"{place}: tp {tp}, pp {pp}, {len(chunks[0, 0])} chunk(s), {', '.join(dtypes)}; weights only, the optimizer "
              "is not converted"]  # fmt: skip
     precision = PrecisionConfig(bf16="bfloat16" in dtypes)
     return Opened(source, Config(model=model, data=DataConfig(vocab_size=vocab), precision=precision), links, notes)
@@ -115,8 +115,8 @@ def iteration_of(folder: Path) -> Path:
             raise ConversionError(f"{tracker} must hold an iteration number or 'release', not {text[:64]!r}")
         place = folder / (text if text == "release" else f"iter_{int(text):07d}")
     if (place / ".metadata").exists() or any(place.glob("*.distcp")):
-        raise ConversionError(f"{place} is in Megatron's torch_dist format, whose index (.metadata) is a pickle of classes: reading "
-                              "it means running it, so it is refused. Let Megatron write it again with --ckpt-convert-format torch")
+        raise ConversionError(f"{place} is in torch_dist format, whose index (.metadata) is a pickle of classes: reading "
+                              "it means running it. Refused; let Megatron write it again with --ckpt-convert-format torch")
     return place
 
 
