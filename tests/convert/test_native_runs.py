@@ -38,7 +38,8 @@ def test_a_trained_model_opens_in_transformers(kind, tmp_path, capfd):
     assert convert("native-to-hf", tmp_path / "run", tmp_path / "hf") == 0
     assert "check: logits of both sides agree" in capfd.readouterr().err
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    # AutoTokenizer builds a Qwen2 byte-level BPE whatever tokenizer.json says; ours is a word list
+    words = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
     assert type(model).__name__ == architecture and model.config.vocab_size == VOCAB and words.eos_token_id == 2
     assert (model.config.bos_token_id, model.config.eos_token_id) == (1, 2)
     assert model.get_input_embeddings().weight.shape[0] == VOCAB  # padded to 128 in training
