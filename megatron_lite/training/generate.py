@@ -47,8 +47,10 @@ class Loaded(NamedTuple):
     iteration: int
 
 
-def load_model(directory: str, iteration: int | None = None, device: torch.device | None = None) -> Loaded:
-    """The model of a checkpoint directory (None: its latest iteration), at tp 1 pp 1, in the dtype it was trained in.
+def load_model(directory: str, iteration: int | None = None, device: torch.device | None = None,
+               dtype: torch.dtype | None = None) -> Loaded:  # fmt: skip
+    """The model of a checkpoint directory (None: its latest iteration), at tp 1 pp 1, in the dtype it was trained in
+    unless `dtype` is another.
 
     Raises CheckpointError where the checkpoint cannot be read, GenerateError where it does not say what model it holds.
     """
@@ -59,7 +61,7 @@ def load_model(directory: str, iteration: int | None = None, device: torch.devic
     config = config_of(manifest.meta["config"])
     alone = replace(config, parallel=ParallelConfig(), train=replace(config.train, world_size=1))
     mesh = single(device)
-    tp = TensorParallel(mesh.tp, False, getattr(torch, config.precision.dtype_name), device)
+    tp = TensorParallel(mesh.tp, False, dtype or getattr(torch, config.precision.dtype_name), device)
     model = TransformerStage(config.model, config.data.vocab_size, alone.padded_vocab_size,
                              range(config.model.num_layers), True, True, tp)  # fmt: skip
     requests = []
