@@ -126,7 +126,7 @@ class Run:
 
     def ceiling(self, when: str) -> None:
         """Measure GEMM speed in a process of its own."""
-        handle = self.start(Contender("ceiling", "ceiling", "single", heap=True), "fp32")
+        handle = self.start(Contender("ceiling", "ceiling", "single", heap=True, options={"dtypes": self.args.dtype}), "fp32")
         try:
             handle.hear(120)
             rates = self.result["ceiling"][when] = handle.run(1)["gflops"]

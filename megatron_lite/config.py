@@ -12,6 +12,8 @@ from typing import Any
 from megatron_lite.grid import Grid
 from megatron_lite.schedules import EVERY
 
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # their place is the ZeRO stage
+
 
 def flag(default: Any, legend: str, **options: Any) -> Any:
     """A dataclass field that is also a command-line flag.
@@ -105,7 +107,18 @@ class ParallelConfig:
     pipemare_correction_decay: float = flag(0.135, "D of pipemare's estimate of the forward's weights for the backward; 0: none")
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers on the first stage (default: an even split)", type=int)
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last stage (default: an even split)", type=int)
+    grad_reduce_dtype: str = flag("fp32", "what gradients travel as between data-parallel ranks; sums are in fp32 either way",
+        choices=("fp32", "bf16"), stands_for=("--grad-reduce-in-bf16", "bf16"))  # fmt: skip
     no_overlap_grad_reduce: bool = flag(False, "reduce gradients after the last backward instead of inside it")
+    zero_stage: int = flag(0, "what dp x cp shards: 0 nothing, 1 masters and moments, 2 also gradients, 3 also parameters",
+        choices=(0, 1, 2, 3), stands_for=("--use-distributed-optimizer", 1))  # fmt: skip
+    data_parallel_sharding_strategy: str | None = flag(None, "--zero-stage by Megatron's names: 0, 1, 2, 3 in this order",
+        type=str, choices=SHARDING_STRATEGIES)  # fmt: skip
+    zero_replica_size: int = flag(1, "complete copies of what ZeRO shards (hybrid shard); dp x cp / this many ranks share one",
+        alias="--num-distributed-optimizer-instances")  # fmt: skip
+    no_overlap_param_gather: bool = flag(False, "gather parameters when they are needed instead of ahead of it")
+    zero_prefetch_limit: int = flag(1, "units (layers) whose parameters are gathered ahead, and whose gradients of --zero-stage "
+        "2 and 3 are on their way, at once")  # fmt: skip
     ddp_bucket_size: int | None = flag(None, "parameters per gradient bucket (default: one transformer layer each)", type=int)
     distributed_backend: str | None = flag(None, "nccl or gloo (default: nccl with CUDA, gloo without)", type=str,
         choices=("nccl", "gloo"))  # fmt: skip
@@ -118,6 +131,26 @@ class ParallelConfig:
     @property
     def pp(self) -> int:
         return self.pipeline_model_parallel_size
+
+
+@dataclass(frozen=True)
+class ActivationConfig:
+    """activation memory"""
+
+    recompute_granularity: str | None = flag(None, "compute activations again in the backward: single ones of every layer, or "
+        "layers as a whole", type=str, choices=("selective", "full"),
+        stands_for=("--recompute-activations", "selective"))  # fmt: skip
+    recompute_method: str | None = flag(None, "full: units of N layers, or the first N layers of each chunk", type=str,
+        choices=("uniform", "block"))  # fmt: skip
+    recompute_num_layers: int | None = flag(None, "the N of --recompute-method", type=int)
+    recompute_modules: tuple[str, ...] | None = flag(None, "selective: what is recomputed (default: core_attn)", nargs="+",
+        type=str, choices=("core_attn", "layernorm", "mlp_act"))  # fmt: skip
+    cpu_offloading_num_layers: int = flag(0, "first layers of each chunk whose activations wait in host memory (GPU)")
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What selective recomputation computes again; empty without it."""
+        return (self.recompute_modules or ("core_attn",)) if self.recompute_granularity == "selective" else ()
 
 
 @dataclass(frozen=True)
@@ -152,11 +185,29 @@ class PrecisionConfig:
     """precision"""
 
     bf16: bool = flag(False, "bf16 weights and activations; fp32 master weights, moments and gradient sums")
+    fp16: bool = flag(False, "fp16 weights and activations, a loss scale; fp32 master weights, moments and gradient sums")
     fp64: bool = flag(False, "double precision throughout, for parity tests")
+    loss_scale: float | None = flag(None, "constant loss scale of --fp16 (default: a dynamic one)", type=float)
+    initial_loss_scale: float = flag(2.0**32, "dynamic loss scale: where it starts")
+    min_loss_scale: float = flag(1.0, "dynamic loss scale: it never falls below")
+    loss_scale_window: int = flag(1000, "dynamic loss scale: steps in a row without overflow after which it doubles")
+    hysteresis: int = flag(2, "dynamic loss scale: overflows before it is halved; renewed when it doubles")
+    fp8_format: str | None = flag(None, "linears of the layers multiply in 8 bits (with --bf16): e4m3 throughout, or hybrid: "
+        "gradients in e5m2", type=str, choices=("e4m3", "hybrid"))  # fmt: skip
+    fp8_recipe: str = flag("delayed", "scales from a tensor's last uses (delayed) or from itself (tensorwise)",
+        choices=("delayed", "tensorwise"))  # fmt: skip
+    fp8_amax_history_len: int = flag(1, "delayed scaling: uses whose largest value sets the scale")
+    fp8_margin: int = flag(0, "scales are lower by 2 to this power")
+    first_last_layers_bf16: bool = flag(False, "the first and the last layer do not multiply in 8 bits")
 
     @property
     def dtype_name(self) -> str:
-        return "bfloat16" if self.bf16 else "float64" if self.fp64 else "float32"
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
+
+    @property
+    def master_weights(self) -> bool:
+        """Whether the optimizer keeps fp32 weights beside 16-bit ones."""
+        return self.bf16 or self.fp16
 
 
 @dataclass(frozen=True)
@@ -184,6 +235,8 @@ class TrainConfig:
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", type=int)
     exit_interval: int | None = flag(None, "stop (and save) at iterations divisible by this", type=int)
     exit_duration_in_mins: float | None = flag(None, "stop (and save) after so many minutes", type=float)
+    max_consecutive_skips: int = flag(10, "steps in a row without a finite loss and gradient that end the run; "
+        "overflows for which --fp16 has a lower loss scale to try are not counted")  # fmt: skip
     eval_iters: int = flag(100, "batches per evaluation")
     eval_interval: int | None = flag(None, "iterations between evaluations (default: none)", type=int)
     seed: int = flag(1234, "seed of weights, data order and dropout")
@@ -216,6 +269,7 @@ class LoggingConfig:
     wandb_exp_name: str | None = flag(None, "name of the run in W&B", type=str)
     wandb_entity: str | None = flag(None, "W&B team or user", type=str)
     wandb_save_dir: str | None = flag(None, "folder for W&B's files (default: --save, else the working folder)", type=str)
+    log_memory: bool = flag(False, "after the first step print what memory is for, beside the measured peak")
     log_params_norm: bool = flag(False, "add the norm of the parameters to the log line")
     trace_dir: str | None = flag(None, "folder for what each rank did and when, one file per rank and step (tools/trace.py)",
         type=str)  # fmt: skip
@@ -227,6 +281,7 @@ class LoggingConfig:
 GROUPS = {
     "model": ModelConfig,
     "parallel": ParallelConfig,
+    "activations": ActivationConfig,
     "optimizer": OptimizerConfig,
     "precision": PrecisionConfig,
     "data": DataConfig,
@@ -242,6 +297,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -252,7 +308,8 @@ class Config:
     @property
     def grid(self) -> Grid:
         """The run's grid; the world size is filled in by `arguments.resolve`."""
-        return Grid(tp=self.parallel.tp, dp=self.data_parallel_size, pp=self.parallel.pp)
+        return Grid(tp=self.parallel.tp, dp=self.data_parallel_size, pp=self.parallel.pp,
+                    zero_replicas=self.parallel.zero_replica_size)  # fmt: skip
 
     @property
     def data_parallel_size(self) -> int:

@@ -20,18 +20,20 @@ AT_LEAST_ONE = (
     "max_position_embeddings rope_original_max_position make_vocab_size_divisible_by tensor_model_parallel_size "
     "pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
     "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-    "ddp_bucket_size "
+    "ddp_bucket_size recompute_num_layers zero_replica_size zero_prefetch_limit "
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
-    "log_interval pipeline_drain_interval trace_start trace_steps"
+    "log_interval pipeline_drain_interval trace_start trace_steps loss_scale_window hysteresis max_consecutive_skips "
+    "fp8_amax_history_len"
 ).split()
 AT_LEAST_ZERO = (
     "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed "
-    "pipemare_annealing_iters"
+    "pipemare_annealing_iters fp8_margin cpu_offloading_num_layers"
 ).split()
 ABOVE_ZERO = (
     "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
-    "norm_epsilon init_method_std adam_eps pipeline_memory_limit distributed_timeout_minutes exit_duration_in_mins peak_tflops"
+    "norm_epsilon init_method_std adam_eps pipeline_memory_limit distributed_timeout_minutes exit_duration_in_mins peak_tflops "
+    "loss_scale initial_loss_scale min_loss_scale"
 ).split()
 SHARES = (
     "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction "
@@ -39,12 +41,20 @@ SHARES = (
 ).split()
 
 UNEVEN = "one makes all stages equal, the other does not (--num-virtual-stages-per-pipeline-rank goes with it)"
+CONSTANT = "the scale is constant or dynamic"
 
 FIXED = "one says how the layers are cut, the other leaves it to be found out"
 
 # Flags that exclude each other, and what each of them means.
 CONFLICTS = (
     ("bf16", "fp64", "a run has one precision"),
+    ("bf16", "fp16", "a run has one precision"),
+    ("fp16", "fp64", "a run has one precision"),
+    ("loss_scale", "initial_loss_scale", CONSTANT),
+    ("loss_scale", "min_loss_scale", CONSTANT),
+    ("loss_scale", "loss_scale_window", CONSTANT),
+    ("loss_scale", "hysteresis", CONSTANT),
+    ("zero_stage", "data_parallel_sharding_strategy", "both set what is sharded"),
     ("train_iters", "train_samples", "both set the length of the run"),
     ("lr_decay_iters", "lr_decay_samples", "both set the length of the decay"),
     ("lr_warmup_iters", "lr_warmup_samples", "both set the length of the warm-up"),
@@ -60,6 +70,7 @@ CONFLICTS = (
     ("pipeline_split", "decoder_first_pipeline_num_layers", FIXED),
     ("pipeline_split", "decoder_last_pipeline_num_layers", FIXED),
     ("pipeline_split", "num_layers_per_virtual_pipeline_stage", FIXED),
+    ("recompute_granularity", "cpu_offloading_num_layers", "activations are computed again or brought back, not both"),
     ("finetune", "no_load_optim", "one starts at iteration 0, the other keeps the iteration"),
 )
 
@@ -89,7 +100,22 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      f"needs an asynchronous pipeline: --pipeline-schedule {', '.join(ASYNCHRONOUS)}"),
     ("pipemare_annealing_iters pipemare_correction_decay",
      lambda s: s.pipeline_schedule != "pipemare" or s.pipeline_model_parallel_size == 1, "needs --pipeline-schedule pipemare"),
-    ("no_overlap_grad_reduce", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
+    ("grad_reduce_dtype", lambda s: s.fp64, "--fp64 gradients travel in fp64"),
+    ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", lambda s: not s.fp16,
+     "needs --fp16; bf16 reaches as far as fp32"),
+    ("fp8_recipe fp8_amax_history_len fp8_margin first_last_layers_bf16", lambda s: s.fp8_format is None,
+     "needs --fp8-format"),
+    ("fp8_amax_history_len", lambda s: s.fp8_recipe != "delayed", "needs --fp8-recipe delayed"),
+    ("no_overlap_grad_reduce grad_reduce_dtype", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
+    ("recompute_method recompute_num_layers", lambda s: s.recompute_granularity != "full",
+     "needs --recompute-granularity full"),
+    ("recompute_modules", lambda s: s.recompute_granularity != "selective", "needs --recompute-granularity selective"),
+    ("zero_stage data_parallel_sharding_strategy", lambda s: s.dp == 1 and s.zero_stage,
+     "needs more than one data-parallel rank, here dp = 1"),
+    ("zero_replica_size no_overlap_param_gather zero_prefetch_limit", lambda s: not s.zero_stage,
+     "needs --zero-stage 1, 2 or 3"),
+    ("zero_prefetch_limit", lambda s: s.no_overlap_param_gather and (s.zero_stage == 1 or s.no_overlap_grad_reduce),
+     "nothing is gathered ahead or reduced in the background"),
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
      lambda s: s.position_embedding_type != "rope", "needs --position-embedding-type rope"),
     ("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position",
@@ -193,6 +219,9 @@ def missing(s: Values) -> Iterator[Problem]:
         )
     if s.tokenizer_type in FROM_FILES and s.tokenizer_model is None:
         yield about(s, "tokenizer_type", "reads files, none is named", "add --tokenizer-model")
+    for name, values in (("recompute_method", "uniform or block"), ("recompute_num_layers", "1 for the least memory")):
+        if s.recompute_granularity == "full" and getattr(s, name) is None:
+            yield about(s, f"recompute_granularity {name}", "the second is missing", f"give it, for example {values}")
     if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None and s.lr_wsd_decay_samples is None:
         yield about(s, "lr_decay_style", "the length of the final decay is missing", "add --lr-wsd-decay-iters")
     if s.eod_mask_loss and s.tokenizer_type is None:

@@ -41,6 +41,7 @@ PP, GROUP = "pipeline_model_parallel_size", "microbatch_group_size_per_virtual_p
 SCHEDULE, FILE = "pipeline_schedule", "pipeline_schedule_file"
 CHUNKS, PER_CHUNK = "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"
 MICROBATCHES = 1 << 21  # that a pipeline message can tell apart (comm/p2p.py)
+FP8_MULTIPLE = 16  # parallel/fp8.py
 ENDS = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 
 
@@ -49,7 +50,8 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
-    for rules in (_attention, _positions, _layout, _batch, _pipeline, _asynchronous, _rate, _warmup, _data):
+    for rules in (_attention, _positions, _layout, _zero, _batch, _pipeline, _asynchronous, _activations, _scale, _fp8, _rate,
+                  _warmup, _data):  # fmt: skip
         problems += rules(values)
     return problems
 
@@ -120,6 +122,24 @@ def _layout(s: Values) -> Iterator[Problem]:
             tensor_model_parallel_size=nearest(tp, lambda n: heads % n == 0 and (n % groups == 0 or groups % n == 0)),
         )
         yield about(s, "num_query_groups tensor_model_parallel_size", "neither is a multiple of the other", fix)
+
+
+def _zero(s: Values) -> Iterator[Problem]:
+    """Copies of a sharded model state, and what is gathered at a time."""
+    if not s.zero_stage or not have(s.dp) or s.dp == 1:
+        return
+    if s.pipeline_schedule in ASYNCHRONOUS and s.pipeline_model_parallel_size != 1:
+        text = "contradict each other: an asynchronous pipeline keeps several versions of whole weights"
+        yield about(s, "zero_stage pipeline_schedule", text, "nearest values that work: --zero-stage 0")
+    copies = s.zero_replica_size
+    if have(copies) and (s.dp % copies or copies == s.dp):
+        text = f"{s.dp} data-parallel ranks cannot hold {copies} equal, sharded copies"
+        works = nearest(copies, lambda n: s.dp % n == 0 and n < s.dp)
+        yield about(s, "zero_replica_size", text, nearest_values(zero_replica_size=works))
+    if s.zero_stage == 3 and have(s.ddp_bucket_size):
+        stage = "zero_stage" if s.data_parallel_sharding_strategy is None else "data_parallel_sharding_strategy"
+        text = "contradict each other: stage 3 gathers and frees a layer at a time"
+        yield about(s, f"{stage} ddp_bucket_size", text, "drop --ddp-bucket-size")
 
 
 def _cut(s: Values, tp: int) -> Iterator[Problem]:
@@ -214,7 +234,10 @@ def _asynchronous(s: Values) -> Iterator[Problem]:
     if getattr(s, "zero_stage", 0):
         text = "older versions of the weights are kept whole on every rank"
         yield about(s, f"zero_stage {SCHEDULE}", text, nearest_values(zero_stage=[0]))
-    if getattr(s, "fp16", False):
+    if s.pipeline_schedule == "pipemare" and s.recompute_granularity:
+        text = "its backward runs with newer weights than its forward, and activations computed again would mix both"
+        yield about(s, f"recompute_granularity {SCHEDULE}", text, "drop --recompute-granularity, or take pipedream")
+    if s.fp16:
         text = "a loss scale must be the same on all stages, and no message about a step crosses them"
         yield about(s, f"fp16 {SCHEDULE}", text, "--bf16 needs none")
     each = (s.micro_batch_size or 0) * (s.dp or 0)
@@ -223,6 +246,21 @@ def _asynchronous(s: Values) -> Iterator[Problem]:
         if s.pipeline_drain_interval > most:
             text = f"a pipeline message counts {MICROBATCHES} microbatches from one drain to the next"
             yield about(s, "pipeline_drain_interval", text, nearest_values(pipeline_drain_interval=[most]))
+
+
+def _activations(s: Values) -> Iterator[Problem]:
+    """No more layers recomputed or offloaded than the largest chunk has."""
+    names = [name for name in ("recompute_num_layers", "cpu_offloading_num_layers") if getattr(s, name)]
+    if not names or not have(s.num_layers, s.pipeline_model_parallel_size) or s.num_layers > FARTHEST:
+        return
+    try:
+        most = max(map(len, _plan(s).layers))
+    except ValueError:
+        return  # no stages: _pipeline says why
+    for name in names:
+        if getattr(s, name) > most:
+            text = f"no chunk has more than {most} layer{'s' if most > 1 else ''}"
+            yield about(s, name, text, nearest_values(**{name: [most]}))
 
 
 def _no_plan(s: Values, why: str) -> Problem:
@@ -252,6 +290,34 @@ def _plans(s: Values, name: str, number: int) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _scale(s: Values) -> Iterator[Problem]:
+    first, least = s.initial_loss_scale, s.min_loss_scale
+    if s.fp16 and have(first, least) and least > first:
+        fix = nearest_values(min_loss_scale=[first], initial_loss_scale=[least])
+        yield about(s, "min_loss_scale initial_loss_scale", "the scale would start below its minimum", fix)
+
+
+def _fp8(s: Values) -> Iterator[Problem]:
+    """8-bit products are of bf16 models, and of matrices whose sides are multiples of 16."""
+    if s.fp8_format is None:
+        return
+    if not s.bf16:
+        yield about(s, "fp8_format", "what is not a product of 8 bits is in bf16", "add --bf16")
+    tp, heads = s.tensor_model_parallel_size, s.num_attention_heads
+    sizes = {"hidden_size": (s.hidden_size, 1), "ffn_hidden_size": (s.ffn_hidden_size, tp)}
+    if have(heads, s.kv_channels):
+        groups = (s.num_query_groups if s.group_query_attention else heads) or heads
+        sizes["num_attention_heads kv_channels"] = heads * s.kv_channels, tp
+        sizes["num_query_groups kv_channels"] = max(groups, tp or 1) * s.kv_channels, tp
+    if have(s.seq_length, s.micro_batch_size):
+        sizes["seq_length micro_batch_size"] = s.seq_length * s.micro_batch_size, 1
+    for names, (size, parts) in sizes.items():
+        if have(size, parts) and size % (FP8_MULTIPLE * parts):
+            over = f" over tp {parts}" if parts > 1 else ""
+            text = f"a side of {size}{over} is not a multiple of {FP8_MULTIPLE}, which 8-bit products need"
+            yield about(s, f"fp8_format {names}", text)
 
 
 def _rate(s: Values) -> Iterator[Problem]:

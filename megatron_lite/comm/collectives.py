@@ -79,6 +79,43 @@ class _CopyBack:
         return self.x
 
 
+class _Narrowed:
+    """out = my part of a sum whose other parts travelled in a narrower dtype; added in rank order, in out's dtype.
+
+    `mine` is my own contribution, which did not travel; `arrived` [n, len] holds everyone's, once `handle` is done.
+    """
+
+    def __init__(self, handle: Handle, out: torch.Tensor, mine: torch.Tensor, arrived: torch.Tensor, rank: int):
+        self.handle, self.out, self.mine, self.arrived, self.rank = handle, out, mine, arrived, rank
+
+    def wait(self) -> torch.Tensor:
+        if self.handle is not None:
+            self.handle.wait()
+            wide = [self.mine if r == self.rank else part for r, part in enumerate(self.arrived)]
+            total = wide[0].to(self.out.dtype, copy=True)
+            for part in wide[1:]:
+                total += part
+            self.out.view(-1).copy_(total)
+            self.handle = self.mine = self.arrived = None
+        return self.out
+
+
+class _NarrowedAllReduce:
+    """In place: a narrowed reduce-scatter, started at once, then an all-gather of its sums in the narrow dtype."""
+
+    def __init__(self, x: torch.Tensor, axis: Axis, wire_dtype: torch.dtype):
+        self.x, self.axis, self.wire_dtype = x, axis, wire_dtype
+        self.mine = x.view(axis.size, -1)[axis.rank]
+        self.handle: Handle | None = start_reduce_scatter_into(self.mine, x.view(-1), axis, wire_dtype)
+
+    def wait(self) -> torch.Tensor:
+        if self.handle is not None:
+            self.handle.wait()
+            self.x.view(-1).copy_(all_gather(self.mine.to(self.wire_dtype), self.axis))
+            self.handle = None
+        return self.x
+
+
 class Native:
     """The backend's own collectives (NCCL)."""
 
@@ -126,13 +163,21 @@ def start_all_gather_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Han
 
 
 @torch.no_grad()
-def start_reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Handle:
-    """out [d0/n, ...] = this rank's part of the sum of everyone's x [d0, ...]; out may be that part of x."""
+def start_reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, axis: Axis, wire_dtype: torch.dtype | None = None) -> Handle:
+    """out [d0/n, ...] = this rank's part of the sum of everyone's x [d0, ...]; out may be that part of x.
+
+    `wire_dtype`: parts travel in it, and are summed in x's dtype after `wait`.
+    """
     _check(out, x, out.numel() * axis.size == x.numel(), f"reduce_scatter over {axis.name} of {axis.size}")
     if axis.size == 1 or x.numel() == 0:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done(out)
+    if wire_dtype not in (None, x.dtype):
+        parts = x.view(axis.size, -1)
+        narrow = parts.to(wire_dtype)
+        arrived = torch.empty_like(narrow)
+        return _Narrowed(_transport(narrow, axis).all_to_all(arrived, narrow), out, parts[axis.rank], arrived, axis.rank)
     return _transport(x, axis).reduce_scatter(out, x)
 
 
@@ -170,10 +215,20 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Handle:
 
 
 @torch.no_grad()
-def start_all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> Handle:
-    """In place: after `wait`, x holds the result."""
+def start_all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", wire_dtype: torch.dtype | None = None) -> Handle:
+    """In place: after `wait`, x holds the result.
+
+    `wire_dtype`: all that travels is in it (half the bytes of fp32 in bf16), each sum is added up in x's dtype by one
+    rank and rounded once, whatever n is. x must be contiguous, its size a multiple of n. `wait` talks, too: in the same
+    order on all ranks.
+    """
     if axis.size == 1 or x.numel() == 0:
         return Done(x)
+    if wire_dtype not in (None, x.dtype):
+        if op != "sum" or x.numel() % axis.size or not x.is_contiguous():
+            raise ValueError(f"{op} of {list(x.shape)} stride {x.stride()} over {axis.name} of {axis.size} does not travel in "
+                             f"{wire_dtype}: only a sum of a contiguous tensor whose size {axis.size} divides")  # fmt: skip
+        return _NarrowedAllReduce(x.detach(), axis, wire_dtype)
     if not x.is_contiguous():
         flat = x.contiguous()
         return _CopyBack(_transport(x, axis).all_reduce(flat, flat, op), x)

@@ -14,6 +14,7 @@ The core, chosen in `core_attention` and nowhere else:
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,10 +24,12 @@ from megatron_lite.config import ModelConfig
 from megatron_lite.models.norm import NORMS
 from megatron_lite.models.rope import Rope, contiguous_like
 from megatron_lite.parallel.shard import Box, Init
-from megatron_lite.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallel
+from megatron_lite.parallel.tensor import Again, ColumnParallelLinear, RowParallelLinear, TensorParallel
+from megatron_lite.recompute import recompute
 from megatron_lite.rng import SHARDED, DropoutKey
 
-BLOCK_ROWS = {torch.bfloat16: 128, torch.float32: 64, torch.float64: 64}  # the fastest measured: benchmarks/attention.py
+# the fastest measured: benchmarks/attention.py (fp16 as bf16: CPUs without fp16 units run it for tests alone)
+BLOCK_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64, torch.float64: 64}
 KEEP_PROBABILITIES_UP_TO = 2048  # tokens; longer sequences recompute them in the backward instead of holding s^2 values
 
 
@@ -85,13 +88,14 @@ class _BlockCausal(torch.autograd.Function):
                 probabilities = probabilities * drops[-1]
             rows = torch.bmm(probabilities, v[:, :end])  # [b k, (end - begin) g, d]
             by_head[:, :, begin:end] = rows.view(b, groups, end - begin, per_group, d)
-        ctx.shape, ctx.kept, ctx.drops, ctx.block = (s, b, groups, per_group, d), kept, drops, block
-        ctx.save_for_backward(q, k, v)
+        ctx.shape, ctx.block = (s, b, groups, per_group, d), block
+        ctx.save_for_backward(q, k, v, *kept, *drops)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v = ctx.saved_tensors
+        q, k, v, *rest = ctx.saved_tensors
+        kept, drops = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         s, b, groups, per_group, d = ctx.shape
         dout = dout.permute(1, 2, 0, 3, 4).reshape(b * groups, s * per_group, d)
         dq = torch.empty_like(q)
@@ -100,10 +104,10 @@ class _BlockCausal(torch.autograd.Function):
         future = _future(min(ctx.block, s), per_group, q)
         for n, (begin, end) in enumerate(_blocks(s, ctx.block)):
             rows = slice(begin * per_group, end * per_group)
-            probabilities = ctx.kept[n]
+            probabilities = kept[n]
             if probabilities is None:
                 probabilities = _probabilities(q, k, begin, end, per_group, future)
-            drop = ctx.drops[n]
+            drop = drops[n]
             used = probabilities if drop is None else probabilities * drop
             dp = torch.bmm(dout[:, rows], v[:, :end].transpose(1, 2))
             if drop is not None:
@@ -112,7 +116,6 @@ class _BlockCausal(torch.autograd.Function):
             ds = torch._softmax_backward_data(dp, probabilities, -1, q.dtype, grad_input=dp)
             dq[:, rows] = torch.bmm(ds, k[:, :end])
             dk[:, :end] += torch.bmm(ds.transpose(1, 2), q[:, rows])
-            ctx.kept[n] = None
         shape_q, shape_k = (b, groups, s, per_group, d), (b, groups, s, 1, d)
         dk, dv = dk.to(q.dtype), dv.to(q.dtype)
         back = (2, 0, 1, 3, 4)  # [b, k, s, g, d] -> [s, b, k, g, d]
@@ -147,9 +150,14 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The same through torch's kernel. q [s, b, k, g, d] scaled, k and v [s, b, k, 1, d] -> [s, b, k, g, d]"""
     s, b, groups, per_group, d = q.shape
     q = q.reshape(s, b, groups * per_group, d).permute(1, 2, 0, 3)  # [b, a, s, d]
-    k, v = (x.squeeze(3).permute(1, 2, 0, 3) for x in (k, v))  # [b, k, s, d]
+    k, v = (_own(x).squeeze(3).permute(1, 2, 0, 3) for x in (k, v))  # [b, k, s, d]
     out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=per_group > 1)
     return out.permute(2, 0, 1, 3).reshape(s, b, groups, per_group, d)
+
+
+def _own(x: torch.Tensor) -> torch.Tensor:
+    """x in memory of its own: a slice that the backward keeps would keep all of QKV alive."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.contiguous()
 
 
 def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: float,
@@ -166,9 +174,10 @@ def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: float,
 class SelfAttention(nn.Module):
     """x [s/tp or s, b, h] -> the same shape."""
 
-    def __init__(self, name: str, layer: int, model: ModelConfig, tp: TensorParallel, init: Init, output_init: Init):
+    def __init__(self, name: str, layer: int, model: ModelConfig, tp: TensorParallel, init: Init, output_init: Init,
+                 recompute_core: bool = False):  # fmt: skip
         super().__init__()
-        self.layer, self.model, self.tp = layer, model, tp
+        self.layer, self.model, self.tp, self.recompute_core = layer, model, tp, recompute_core
         self.heads, self.groups = local_heads(model, tp.axis)
         rows = (self.heads + 2 * self.groups) * model.head_dim
         bias = qkv_boxes(name, "bias", model, tp.axis) if model.qkv_bias else None
@@ -183,9 +192,20 @@ class SelfAttention(nn.Module):
                                         output_init, tp, not model.disable_bias_linear)  # fmt: skip
         self.rope = Rope(model.rotary_interleaved)
 
-    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None, key: DropoutKey | None):
+    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None, key: DropoutKey | None,
+                again: Again | None = None, replay: bool = False) -> torch.Tensor:  # fmt: skip
+        """`again` makes x anew, see parallel/tensor.py. In a replay the backward follows at once."""
+        qkv = self.qkv_proj(x, again, replay)  # [s, b, k (g + 2) d]
+        attend = partial(self._attend, angles, key)
+        return self.o_proj(recompute(attend, qkv) if self.recompute_core else attend(qkv))
+
+    def _attend(self, angles, key: DropoutKey | None, qkv: torch.Tensor, replay: bool = False) -> torch.Tensor:
+        """Norms of q and k, positions, and the core.   [s, b, k (g + 2) d] -> [s, b, a d]. A replay changes nothing here.
+
+        What --recompute-modules core_attn computes again: from QKV on, since QKV is one tensor and the core's Q, K and V,
+        copies of it in another layout, are as large.
+        """
         per_group, d = self.heads // self.groups, self.model.head_dim
-        qkv = self.qkv_proj(x)  # [s, b, k (g + 2) d]
         s, b, _ = qkv.shape
         q, k, v = qkv.view(s, b, self.groups, per_group + 2, d).split([per_group, 1, 1], dim=3)
         if self.q_norm is not None:
@@ -198,6 +218,6 @@ class SelfAttention(nn.Module):
             q, k = self.rope(q, angles, scale, new), self.rope(k, angles, 1.0, new)
         generator = None
         if key is not None and self.model.attention_dropout > 0:
-            generator = key.generator(x.device, self.layer, "attention", SHARDED)
+            generator = key.generator(qkv.device, self.layer, "attention", SHARDED)
         out = core_attention(q, k, v, self.model.attention_dropout, generator)  # [s, b, k, g, d]
-        return self.o_proj(out.reshape(s, b, self.heads * d))
+        return out.reshape(s, b, self.heads * d)

@@ -7,7 +7,8 @@ from torch import nn
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.parallel.shard import Init
-from megatron_lite.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_boxes
+from megatron_lite.parallel.tensor import Again, ColumnParallelLinear, RowParallelLinear, TensorParallel, column_boxes
+from megatron_lite.recompute import remade
 
 
 def swiglu_forward(gate_up: torch.Tensor) -> torch.Tensor:
@@ -46,12 +47,14 @@ class _SwiGLU(torch.autograd.Function):
 class MLP(nn.Module):
     """x [s/tp or s, b, h] -> the same shape. f = ffn / tp.
 
+    `remake` (--recompute-modules mlp_act): the activation's output is computed again in the backward from its input.
     `kernels` = SwiGLU's (forward, backward), replaced by their compiled forms under --compile.
     """
 
-    def __init__(self, name: str, model: ModelConfig, tp: TensorParallel, init: Init, output_init: Init):
+    def __init__(self, name: str, model: ModelConfig, tp: TensorParallel, init: Init, output_init: Init,
+                 remake: bool = False):  # fmt: skip
         super().__init__()
-        self.swiglu, self.approximate = model.swiglu, "tanh" if model.openai_gelu else "none"
+        self.swiglu, self.approximate, self.remake = model.swiglu, "tanh" if model.openai_gelu else "none", remake
         self.kernels = (swiglu_forward, swiglu_backward)
         h, f, bias = model.hidden_size, model.ffn_hidden_size, not model.disable_bias_linear
         pieces = ["gate_proj", "up_proj"] if model.swiglu else ["up_proj"]
@@ -61,7 +64,10 @@ class MLP(nn.Module):
         self.up_proj = ColumnParallelLinear(f"{name}.{fused}", len(pieces) * f // tp.axis.size, h, weights, init, tp, biases)
         self.down_proj = RowParallelLinear(f"{name}.down_proj", f, h, output_init, tp, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        up = self.up_proj(x)  # [s, b, 2f] gated, [s, b, f] otherwise
-        act = _SwiGLU.apply(up, self.kernels) if self.swiglu else nn.functional.gelu(up, approximate=self.approximate)
-        return self.down_proj(act)
+    def forward(self, x: torch.Tensor, again: Again | None = None, replay: bool = False) -> torch.Tensor:
+        """`again` makes x anew, see parallel/tensor.py. In a replay the output's values are not needed."""
+        up = self.up_proj(x, again, replay)  # [s, b, 2f] gated, [s, b, f] otherwise
+        return self.down_proj(self.activation(up), remade(self.activation, up) if self.remake else None, replay)
+
+    def activation(self, up: torch.Tensor) -> torch.Tensor:
+        return _SwiGLU.apply(up, self.kernels) if self.swiglu else nn.functional.gelu(up, approximate=self.approximate)

@@ -51,10 +51,15 @@ class _RMSNorm(torch.autograd.Function):
         return dx, None, None, None
 
 
+def _with_exact_statistics(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias in the dtype that gives torch's kernel fp32 statistics: the weight's own on CUDA, fp32 on CPU."""
+    return (weight, bias) if x.is_cuda else (weight.to(_exact(x)), bias.to(_exact(x)))
+
+
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps: float):
-        y, mean, rstd = torch.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)
+        y, mean, rstd = torch.native_layer_norm(x, [x.shape[-1]], *_with_exact_statistics(x, weight, bias), eps)
         ctx.weight, ctx.bias = weight, bias
         ctx.save_for_backward(x, mean, rstd)
         return y
@@ -62,9 +67,10 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, mean, rstd = ctx.saved_tensors
+        weight, bias = _with_exact_statistics(x, ctx.weight, ctx.bias)
         dx, _, _ = torch.ops.aten.native_layer_norm_backward(
-            dy.contiguous(), x, [x.shape[-1]], mean, rstd, ctx.weight, ctx.bias, [True, False, False])
-        normed = (x - mean) * rstd  # fp32 when the statistics are, so that the sums over tokens are exact enough
+            dy.contiguous(), x, [x.shape[-1]], mean, rstd, weight, bias, [True, False, False])
+        normed = (x - mean) * rstd  # in the statistics' dtype, so that the sums over tokens are exact enough
         if ctx.weight.requires_grad:
             dw = (dy * normed).flatten(0, -2).sum(0, dtype=_exact(x))
             give(ctx.weight, lambda grad: grad.add_(dw))

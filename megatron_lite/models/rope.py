@@ -80,14 +80,13 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, cos, sin, scale: float, interleaved: bool, new: NewLike, kernel):
-        ctx.save_for_backward(cos, sin)
+        ctx.cos, ctx.sin = cos, sin  # the stage's own, one pair for all layers
         ctx.scale, ctx.interleaved, ctx.kernel = scale, interleaved, kernel
         return kernel(x, cos, sin, scale, interleaved, new)
 
     @staticmethod
     def backward(ctx, dy):
-        cos, sin = ctx.saved_tensors
-        dx = ctx.kernel(dy, cos, -sin, ctx.scale, ctx.interleaved, contiguous_like)
+        dx = ctx.kernel(dy, ctx.cos, -ctx.sin, ctx.scale, ctx.interleaved, contiguous_like)
         return dx, None, None, None, None, None, None
 
 

@@ -12,12 +12,18 @@
 In the column backward the communication of the input gradient starts before the weight-gradient GEMM and is waited on
 after it; with sequence parallel the input is gathered again behind the input-gradient GEMM, so only the cut input is kept.
 
+For recomputation (recompute.py) a linear can be told
+    again     how to make its input anew, instead of keeping it
+    replay    that its backward follows at once: a column linear then keeps the gathered input, a row linear leaves out its
+              product and the sum over tp, since no output is needed
+
 Shapes: s sequence, b micro-batch, h hidden. Source: Shoeybi et al. 2019 (arXiv 1909.08053), Korthikanti et al. 2022
 (arXiv 2205.05198).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,18 +31,27 @@ from torch import nn
 
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Axis
+from megatron_lite.parallel.fp8 import Fp8Linear, Fp8Recipe
 from megatron_lite.parallel.shard import Box, Init, Shard, cut, parameter, whole
 from megatron_lite.parallel.wgrad import give
+
+Again = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How layers are cut: the tp axis, whether activations between regions are cut too, and what weights are made of."""
+    """How layers are cut: the tp axis, whether activations between regions are cut too, what weights are made of, and in
+    what their products are computed (`fp8` None: as they are)."""
 
     axis: Axis
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
+    fp8: Fp8Recipe | None = None
+
+    def fp8_linear(self) -> Fp8Linear | None:
+        """The scales of one more linear."""
+        return None if self.fp8 is None else Fp8Linear(self.fp8, self.device)
 
 
 def give_weight_grad(weight: nn.Parameter, x: torch.Tensor, dy: torch.Tensor) -> None:
@@ -58,55 +73,90 @@ def give_bias_grad(bias: nn.Parameter, dy: torch.Tensor) -> None:
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool):
-        ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel = weight, bias, axis, sequence_parallel
-        ctx.save_for_backward(x)  # the cut input: [s/tp, b, h] under sequence parallel
+    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool, fp8: Fp8Linear | None, again: Again | None,
+                replay: bool):  # fmt: skip
+        ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel, ctx.fp8 = weight, bias, axis, sequence_parallel, fp8
+        ctx.again, ctx.gathered = again, replay
         whole_x = comm.all_gather(x, axis) if sequence_parallel else x  # [s, b, h]
-        return nn.functional.linear(whole_x, weight, bias)  # [s, b, out/tp]
+        if again is None:
+            ctx.save_for_backward(whole_x if replay else x)  # the cut input: [s/tp, b, h] under sequence parallel
+        if fp8 is None:
+            return nn.functional.linear(whole_x, weight, bias)  # [s, b, out/tp]
+        y, ctx.scales = fp8.forward(whole_x, weight, training=ctx.needs_input_grad[0])
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        axis, weight, bias = ctx.axis, ctx.weight, ctx.bias
-        gather = comm.start_all_gather(x, axis) if ctx.sequence_parallel and weight.requires_grad else None
-        dx = dy @ weight if ctx.needs_input_grad[0] else None  # [s, b, h], a partial sum over tp
+        x = _kept_input(ctx)
+        axis, weight, bias, fp8 = ctx.axis, ctx.weight, ctx.bias, ctx.fp8
+        cut_x = ctx.sequence_parallel and not ctx.gathered
+        gather = comm.start_all_gather(x, axis) if cut_x and weight.requires_grad else None
+        dy8 = None if fp8 is None else fp8.cast_grad(dy)
+        dx = None
+        if ctx.needs_input_grad[0]:  # [s, b, h], a partial sum over tp
+            dx = dy @ weight if fp8 is None else fp8.input_grad(dy8, weight, ctx.scales, dy)
         if gather is not None:
             x = gather.wait()
         reduce = None
         if dx is not None:
             reduce = comm.start_reduce_scatter(dx, axis) if ctx.sequence_parallel else comm.start_all_reduce(dx, axis)
-        if weight.requires_grad:
+        if weight.requires_grad and fp8 is None:
             give_weight_grad(weight, x, dy)
+        elif weight.requires_grad:
+            give(weight, lambda grad: grad.add_(fp8.weight_grad(dy8, x, ctx.scales)))
         if bias is not None and bias.requires_grad:
             give_bias_grad(bias, dy)
-        return (None if reduce is None else reduce.wait()), None, None, None, None
+        return (None if reduce is None else reduce.wait()), None, None, None, None, None, None, None
+
+
+def _kept_input(ctx) -> torch.Tensor:
+    """A linear's input in its backward: kept, or made again. The call goes at once, and with it what it holds."""
+    if ctx.again is None:
+        return ctx.saved_tensors[0]
+    again, ctx.again = ctx.again, None
+    return again()
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool):
-        ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel = weight, bias, axis, sequence_parallel
-        ctx.save_for_backward(x)  # [s, b, in/tp]
-        y = nn.functional.linear(x, weight)  # [s, b, out], a partial sum over tp
+    def forward(ctx, x, weight, bias, axis: Axis, sequence_parallel: bool, fp8: Fp8Linear | None, again: Again | None,
+                replay: bool):  # fmt: skip
+        ctx.weight, ctx.bias, ctx.axis, ctx.sequence_parallel, ctx.fp8 = weight, bias, axis, sequence_parallel, fp8
+        ctx.again = again
+        if again is None:
+            ctx.save_for_backward(x)  # [s, b, in/tp]
+        if replay and fp8 is None:
+            length = x.shape[0] // (axis.size if sequence_parallel else 1)
+            return x.new_zeros(length, x.shape[1], weight.shape[0])
+        if fp8 is None:
+            y = nn.functional.linear(x, weight)  # [s, b, out], a partial sum over tp
+        else:
+            y, ctx.scales = fp8.forward(x, weight, training=ctx.needs_input_grad[0])
         y = comm.reduce_scatter(y, axis) if sequence_parallel else comm.all_reduce(y, axis)
         return y if bias is None else y.add_(bias)  # after the sum: once, not tp times
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
+        x = _kept_input(ctx)
+        weight, bias, fp8 = ctx.weight, ctx.bias, ctx.fp8
         if bias is not None and bias.requires_grad:
             give_bias_grad(bias, dy)
         whole_dy = comm.all_gather(dy, ctx.axis) if ctx.sequence_parallel else dy  # [s, b, out]
-        dx = whole_dy @ weight if ctx.needs_input_grad[0] else None  # [s, b, in/tp]
-        if weight.requires_grad:
+        dy8 = None if fp8 is None else fp8.cast_grad(whole_dy)
+        dx = None
+        if ctx.needs_input_grad[0]:  # [s, b, in/tp]
+            dx = whole_dy @ weight if fp8 is None else fp8.input_grad(dy8, weight, ctx.scales, whole_dy)
+        if weight.requires_grad and fp8 is None:
             give_weight_grad(weight, x, whole_dy)
-        return dx, None, None, None, None
+        elif weight.requires_grad:
+            give(weight, lambda grad: grad.add_(fp8.weight_grad(dy8, x, ctx.scales)))
+        return dx, None, None, None, None, None, None, None
 
 
-def column_linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel) -> torch.Tensor:
+def column_linear(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel,
+                  fp8: Fp8Linear | None = None, again: Again | None = None, replay: bool = False) -> torch.Tensor:  # fmt: skip
     """x W_r^T + b_r with this rank's rows.   x [s/tp or s, b, in] -> [s, b, out/tp]"""
-    return _ColumnLinear.apply(x, weight, bias, tp.axis, tp.sequence_parallel)
+    return _ColumnLinear.apply(x, weight, bias, tp.axis, tp.sequence_parallel, fp8, again, replay)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -118,7 +168,7 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, name: str, rows: int, in_features: int, weight_boxes: tuple[Box, ...], init: Init,
                  tp: TensorParallel, bias_boxes: tuple[Box, ...] | None = None):  # fmt: skip
         super().__init__()
-        self.tp = tp
+        self.tp, self.fp8 = tp, tp.fp8_linear()
         shard = Shard(f"{name}.weight", weight_boxes, init, decay=True)
         self.weight = parameter((rows, in_features), shard, tp.dtype, tp.device)
         self.bias = None
@@ -126,8 +176,8 @@ class ColumnParallelLinear(nn.Module):
             shard = Shard(f"{name}.bias", bias_boxes, Init("zeros"), decay=False)
             self.bias = parameter((rows,), shard, tp.dtype, tp.device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return column_linear(x, self.weight, self.bias, self.tp)
+    def forward(self, x: torch.Tensor, again: Again | None = None, replay: bool = False) -> torch.Tensor:
+        return column_linear(x, self.weight, self.bias, self.tp, self.fp8, again, replay)
 
 
 class RowParallelLinear(nn.Module):
@@ -138,14 +188,15 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, name: str, in_features: int, out_features: int, init: Init, tp: TensorParallel, bias: bool):
         super().__init__()
-        self.tp = tp
+        self.tp, self.fp8 = tp, tp.fp8_linear()
         axis = tp.axis
         box = cut(f"{name}.weight", (out_features, in_features), 1, axis.size, axis.rank)
         self.weight = parameter(box.length, Shard(box.name, (box,), init, decay=True), tp.dtype, tp.device)
         self.bias = replicated_vector(f"{name}.bias", out_features, "zeros", tp) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _RowLinear.apply(x, self.weight, self.bias, self.tp.axis, self.tp.sequence_parallel)
+    def forward(self, x: torch.Tensor, again: Again | None = None, replay: bool = False) -> torch.Tensor:
+        tp = self.tp
+        return _RowLinear.apply(x, self.weight, self.bias, tp.axis, tp.sequence_parallel, self.fp8, again, replay)
 
 
 def replicated_vector(name: str, size: int, kind: str, tp: TensorParallel, partial: bool | None = None) -> nn.Parameter:

@@ -15,6 +15,7 @@ from megatron_lite.parallel.shard import Box, Init, Shard, parameter
 from megatron_lite.parallel.tensor import TensorParallel
 from megatron_lite.parallel.wgrad import give
 
+HALF_SCALE = 2.0**14  # of the gradient in fp16 logits: probabilities vanish below 2^-24, and 2^14 leaves room for a sum
 LOGITS_CHUNK_BYTES = 8 << 20  # fp32 bytes of logits in work at a time: fits the last-level cache of a small machine
 
 
@@ -73,11 +74,12 @@ class _CrossEntropy(torch.autograd.Function):
         first = axis.rank * width
         real = max(0, min(vocab_size - first, width))  # columns of the true vocabulary
         keep_grad = ctx.needs_input_grad[0]
+        ctx.scale = HALF_SCALE if logits.dtype == torch.float16 else 1.0
         losses = torch.empty(rows, dtype=exact, device=logits.device)
         chunk = max(1, LOGITS_CHUNK_BYTES // (4 * width))
         for begin in range(0, rows, chunk):
             part = slice(begin, min(begin + chunk, rows))
-            wanted = mask[part].to(exact) if keep_grad else None
+            wanted = mask[part].to(exact) * ctx.scale if keep_grad else None
             work = logits[part].to(exact, copy=not keep_grad)  # in fp32 and fp64 the logits themselves
             losses[part] = _rows(work, labels[part] - first, wanted, axis, vocab_size, real, smoothing)
             if keep_grad and work.dtype != logits.dtype:
@@ -89,7 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):
         (grad,) = ctx.saved_tensors
-        return grad.mul_(dloss.to(grad.dtype)), None, None, None, None, None
+        return grad.mul_((dloss / ctx.scale).to(grad.dtype)), None, None, None, None, None
 
 
 def _rows(work, target, mask, axis, vocab_size, real, smoothing):

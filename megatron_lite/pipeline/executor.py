@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -65,12 +65,14 @@ class Result:
         return self.clock.between(self.started, self.ended)
 
 
-class Watch(Protocol):
-    """Acts between the actions of a run: an asynchronous pipeline changes weights there."""
+class Watch:
+    """Acts between the actions of a run: an asynchronous pipeline changes weights there, a search for faults looks."""
 
-    def before(self, action: Action) -> None: ...
+    def before(self, action: Action) -> None:
+        """About to run `action`."""
 
-    def after(self, action: Action, result: Result) -> None: ...
+    def after(self, action: Action, result: Result) -> None:
+        """`action` has run."""
 
 
 class _Step(NamedTuple):
@@ -101,6 +103,7 @@ class _Run:
     receives: deque[Message]
     posted: dict[Message, object] = field(default_factory=dict)
     local: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)  # handed over between chunks of this rank
+    scale: float = 1.0
     live: dict[tuple[int, int], tuple[torch.Tensor, GradientEdge]] = field(default_factory=dict)
     queued: dict[tuple[int, int], list] = field(default_factory=dict)  # weight gradients between B and W
 
@@ -114,18 +117,19 @@ class Executor:
         self.chunks, self.placement, self.rank, self.p2p = chunks, placement, rank, p2p
         self.shape, self.dtype, self.device = shape, dtype, device
         self.clock, self.recorder = recorder.clock if recorder else clock_of(device), recorder
-        self.dloss = torch.ones((), dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.planned: tuple[Sequence[Action], list[_Step]] = ((), [])  # the list last run, and its steps
 
-    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], watch: Watch | None = None) -> Result:
-        """Forward and backward of a step; gradients land in the parameters' `main_grad`. `watch` acts between actions."""
+    def run(self, actions: Sequence[Action], microbatches: Sequence[Microbatch], scale: float = 1.0,
+            watch: Watch | None = None) -> Result:  # fmt: skip
+        """Forward and backward of a step; gradients, times `scale`, land in the parameters' `main_grad`. `watch` acts between
+        actions."""
         started = self.clock.stamp()
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         if actions is not self.planned[0]:
             self.planned = (actions, _plan(actions, self.rank, self.placement))
         steps = self.planned[1]
         result = Result(zero, zero.clone(), clock=self.clock, started=started)
-        run = _Run(microbatches, result, deque(step.takes for step in steps if step.takes))
+        run = _Run(microbatches, result, deque(step.takes for step in steps if step.takes), scale=scale)
         recorder = self.recorder if self.recorder and self.recorder.recording else None
         for step in steps:
             action = step.action
@@ -175,10 +179,14 @@ class Executor:
             run.result.tokens += batch.mask.sum(dtype=torch.float64)
 
     def _backward(self, step: _Step, run: _Run) -> None:
-        """B or BW. The last stage starts from dloss = 1: the division by the token count comes at the end of the step."""
+        """B or BW. The last stage starts from dloss = the loss scale: divisions come at the end of the step."""
         action, chunk = step.action, self.chunks[step.action.chunk]
         x, edge = run.live.pop((action.chunk, action.microbatch))
-        grad = self.dloss if chunk.last else self._take("gradient", step, run)
+        if chunk.last:
+            exact = torch.promote_types(self.dtype, torch.float32)
+            grad = torch.full((), run.scale, dtype=exact, device=self.device)
+        else:
+            grad = self._take("gradient", step, run)
         chunk.wgrad_queue.deferring = action.kind == "B"
         torch.autograd.backward(edge, grad)
         chunk.wgrad_queue.deferring = False

@@ -78,7 +78,8 @@ def flop_costs(config: Config) -> PartCosts:
     matrices = 2 * ((3 if model.swiglu else 2) * h * model.ffn_hidden_size + h * (q + 2 * kv) + q * h)
     attention, head = 2 * q * model.seq_length, 2 * h * config.padded_vocab_size
     unit = matrices + attention
-    layer = Price(1.0, (matrices + 2 * attention) / unit, matrices / unit)
+    again = 1.0 if config.activations.recompute_granularity == "full" else 0.0  # of --recompute-method block an upper bound
+    layer = Price(1.0, (matrices + 2 * attention) / unit + again, matrices / unit)
     parts = (layer, Price(0.0, 0.0, 0.0), Price(*(head / unit,) * 3))
     return PartCosts(*((part,) * pp for part in parts), 0.0, "layer forwards", "costs counted in FLOPs, not measured")
 
@@ -181,8 +182,8 @@ def decisive(config: Config, num_microbatches: int) -> dict:
              "pipeline_memory_limit", "pipeline_split", "num_virtual_stages_per_pipeline_rank",
              "num_layers_per_virtual_pipeline_stage", "microbatch_group_size_per_virtual_pipeline_stage",
              "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")  # fmt: skip
-    settings = asdict(config.model) | {name: getattr(parallel, name) for name in names}
-    settings |= {"dtype": config.precision.dtype_name, "vocabulary": config.padded_vocab_size,
+    settings = asdict(config.model) | asdict(config.activations) | {name: getattr(parallel, name) for name in names}
+    settings |= {"dtype": config.precision.dtype_name, "fp8": config.precision.fp8_format, "vocabulary": config.padded_vocab_size,
                  "micro_batch_size": config.train.micro_batch_size, "num_microbatches": num_microbatches}  # fmt: skip
     return json.loads(json.dumps(settings))
 

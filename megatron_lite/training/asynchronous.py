@@ -30,12 +30,14 @@ from megatron_lite.data.loader import Batch
 from megatron_lite.optim.clip import clip_coefficient, square_sum
 from megatron_lite.optim.lr import learning_rate, lengths
 from megatron_lite.optim.versions import WeightVelocity, WeightVersions
-from megatron_lite.pipeline.executor import Microbatch, Result
+from megatron_lite.pipeline.executor import Microbatch, Result, Watch
 from megatron_lite.planner.pipeline import pipeline_of
 from megatron_lite.schedules.actions import Action
 from megatron_lite.schedules.asynchronous import annealed, delay, last_uses, weight_uses
 from megatron_lite.training.setup import Trainer
 from megatron_lite.training.step import StepReport, with_keys
+
+UNKNOWN = "on some stage; in an asynchronous pipeline the place is not looked for, as its weights have changed since"
 
 
 def steps_to_drain(config: Config, iteration: int) -> int:
@@ -47,21 +49,21 @@ def steps_to_drain(config: Config, iteration: int) -> int:
     return min([*points, max(train.train_iters - iteration, 1)])
 
 
-def train_window(trainer: Trainer, next_step: Callable[[], Sequence[Batch]], iteration: int, consumed_samples: int,
+def train_window(trainer: Trainer, next_step: Callable[[], Sequence[Batch]], iteration: int, scheduled_samples: int,
                  steps: int) -> list[StepReport]:  # fmt: skip
     """`steps` training steps through a pipeline that is empty before and after; a report for each. `next_step` gives this
     rank's microbatches of one step and is called `steps` times. `iteration` counts from 0."""
     stream = _Stream(trainer, next_step, iteration)
-    window = _Window(trainer, stream, iteration, consumed_samples, steps)
+    window = _Window(trainer, stream, iteration, scheduled_samples, steps)
     trainer.engine.begin_step(stream.per_step)
-    result = trainer.executor.run(window.actions, stream, window)
+    result = trainer.executor.run(window.actions, stream, watch=window)
     window.versions.bind(window.versions.newest)
     trainer.optimizer.steps = int(_over_stages(trainer, torch.tensor([float(trainer.optimizer.steps)]), "max"))
     sums = _over_stages(trainer, torch.stack(window.sums))  # [steps, 3]: the loss of the last stage, norms of all
     reports = []
     for (loss, squares, skipped), tokens, lr in zip(sums.tolist(), window.tokens, window.rates, strict=True):
         reports.append(StepReport(loss / tokens, int(tokens), math.sqrt(squares) if squares >= 0 else math.nan, lr,
-                                  not skipped, result))  # fmt: skip
+                                  not skipped, result, fault=UNKNOWN if skipped else None))  # fmt: skip
     return reports
 
 
@@ -90,12 +92,12 @@ class _Stream(Sequence[Microbatch]):
         return self.held[within]
 
 
-class _Window:
+class _Window(Watch):
     """What happens between the actions from one drain to the next: binds the weights that each uses, and updates them."""
 
-    def __init__(self, trainer: Trainer, stream: _Stream, iteration: int, consumed_samples: int, steps: int):
+    def __init__(self, trainer: Trainer, stream: _Stream, iteration: int, scheduled_samples: int, steps: int):
         config, mesh, pipeline = trainer.config, trainer.mesh, pipeline_of(trainer.config)
-        self.trainer, self.stream, self.iteration, self.consumed = trainer, stream, iteration, consumed_samples
+        self.trainer, self.stream, self.iteration, self.scheduled = trainer, stream, iteration, scheduled_samples
         self.actions = pipeline.actions(stream.per_step * steps)[mesh.pp.rank]
         self.uses = weight_uses(pipeline.schedule, self.actions, stream.per_step)
         self.last, self.at, self.steps = last_uses(self.uses), 0, steps
@@ -134,8 +136,8 @@ class _Window:
         loss, tokens = comm.all_reduce(sums, mesh.dp_cp)
         tokens = tokens.clamp(min=1.0)
         norm = square_sum(engine.buckets, "grad", mesh.tp).sqrt() / tokens
-        consumed = self.consumed + step * config.train.global_batch_size
-        lr = learning_rate(consumed, config.optimizer, config.train)
+        scheduled = self.scheduled + step * config.train.global_batch_size
+        lr = learning_rate(scheduled, config.optimizer, config.train)
         stepped = bool(torch.isfinite(norm) & torch.isfinite(loss))
         if self.last.get(versions.newest, -1) > self.at:
             versions.keep_newest()

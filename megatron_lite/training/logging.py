@@ -57,7 +57,7 @@ class Metrics:
     learning_rate: float  # of the last step
     global_batch_size: int  # samples
     lm_loss: float  # mean over the iterations that were not skipped; nan if all were
-    loss_scale: float
+    loss_scale: float  # of the last step
     grad_norm: float  # of the last step, before clipping
     params_norm: float | None
     skipped: int  # iterations without an update
@@ -78,6 +78,7 @@ class Interval:
 
     A step that was skipped enters the counters and the time, never the loss. `skipped_in_a_row` lives on over the
     lines: a run whose last steps were all skipped is lost (NaN weights do not heal), and its loop can say so and stop.
+    Overflows for which there is a lower loss scale to try are not among them.
     """
 
     def __init__(self, config: Config, mesh: Mesh):
@@ -107,7 +108,7 @@ class Interval:
             self.skipped_in_a_row = 0
         else:
             self.skipped += 1
-            self.skipped_in_a_row += 1
+            self.skipped_in_a_row += report.fault is not None
         self.last = report
 
     def metrics(self, iteration: int, consumed_samples: int, params_norm: float | None = None) -> Metrics:
@@ -133,7 +134,7 @@ class Interval:
             learning_rate=self.last.lr,
             global_batch_size=train.global_batch_size,
             lm_loss=self.loss_sum / updates if updates else math.nan,
-            loss_scale=1.0,  # no fp16
+            loss_scale=self.last.loss_scale,
             grad_norm=self.last.grad_norm,
             params_norm=params_norm,
             skipped=self.skipped,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -17,14 +18,13 @@ from megatron_lite.schedules import ASYNCHRONOUS
 from megatron_lite.training.asynchronous import steps_to_drain, train_window
 from megatron_lite.training.data import Splits, build_loader
 from megatron_lite.training.evaluate import evaluate
+from megatron_lite.training.ledger import Ledger
 from megatron_lite.training.logging import Interval, Sinks, evaluation_lines, log_line
 from megatron_lite.training.setup import Trainer
 from megatron_lite.training.signals import StopSignal
 from megatron_lite.training.state import Progress, save
 from megatron_lite.training.step import StepReport, train_step
 from megatron_lite.training.trace import Tracer
-
-MAX_SKIPS = 10  # steps without an update in a row: NaN weights do not heal
 
 
 class TrainingError(ReportedError):
@@ -42,6 +42,7 @@ class Run:
         self.saved_iteration = progress.iteration if resumed else None
         self.started = time.monotonic()
         self.tracer = Tracer(trainer, progress.iteration) if trainer.recorder else None
+        self.ledger = Ledger(trainer) if trainer.config.logging.log_memory else None  # until the first step is over
 
     @property
     def config(self) -> Config:
@@ -80,26 +81,31 @@ class Run:
     def _step(self, loader: BatchLoader) -> None:
         """One step; of an asynchronous pipeline all steps to its next drain, which are logged one by one when it is there."""
         started = time.perf_counter()
-        iteration, consumed = self.progress.iteration, self.progress.consumed_samples
-        if self.config.parallel.pipeline_schedule in ASYNCHRONOUS:
-            steps = steps_to_drain(self.config, iteration)
-            reports = train_window(self.trainer, loader.next_step, iteration, consumed, steps)
-        else:
-            batches = loader.next_step()
-            if self.tracer:
-                self.tracer.begin(iteration + 1)
-            reports = [train_step(self.trainer, batches, iteration, consumed)]
+        with self.ledger.watching() if self.ledger else nullcontext():
+            reports = self._run_steps(loader)
         seconds, waited = time.perf_counter() - started, loader.take_wait_seconds()
-        if self.tracer:
-            self.tracer.end(reports[0].result)
         for report in reports:
             self._account(report, seconds / len(reports), waited / len(reports))
+
+    def _run_steps(self, loader: BatchLoader) -> list[StepReport]:
+        iteration, scheduled = self.progress.iteration, self.progress.scheduled_samples
+        if self.config.parallel.pipeline_schedule in ASYNCHRONOUS:
+            steps = steps_to_drain(self.config, iteration)
+            return train_window(self.trainer, loader.next_step, iteration, scheduled, steps)
+        batches = loader.next_step()
+        if self.tracer:
+            self.tracer.begin(iteration + 1)
+        report = train_step(self.trainer, batches, iteration, scheduled)
+        if self.tracer:
+            self.tracer.end(report.result)
+        return [report]
 
     def _account(self, report: StepReport, seconds: float, data_wait_seconds: float) -> None:
         """Progress and log of one finished step."""
         iteration, consumed = self.progress.iteration, self.progress.consumed_samples
-        wandb_id = self.sinks.wandb_id or self.progress.wandb_id
-        self.progress = Progress(iteration + 1, consumed + self.config.train.global_batch_size, wandb_id)
+        wandb_id, batch = self.sinks.wandb_id or self.progress.wandb_id, self.config.train.global_batch_size
+        skipped = self.progress.skipped_samples + (0 if report.stepped else batch)
+        self.progress = Progress(iteration + 1, consumed + batch, wandb_id, skipped)
         self.interval.add(report, seconds, data_wait_seconds)
         every = self.config.logging.log_interval
         if self.progress.iteration % every == 0 or self.progress.iteration in (1, self.config.train.train_iters):
@@ -107,14 +113,26 @@ class Run:
             metrics = self.interval.metrics(self.progress.iteration, self.progress.consumed_samples, norm)
             self.say(log_line(metrics))
             self.sinks.write_metrics(metrics)
-        if self.interval.skipped_in_a_row >= MAX_SKIPS:
+        if self.ledger:
+            self.say("\n".join(self.ledger.lines()))
+            self.ledger = None
+        if report.fault is not None:
+            self._skipped(report)
+
+    def _skipped(self, report: StepReport) -> None:
+        """Say where the first of some skipped steps went wrong; end the run when there are too many in a row."""
+        number, most, last = self.interval.skipped_in_a_row, self.config.train.max_consecutive_skips, self.progress.iteration
+        if number == 1:
+            self.say(f"iteration {last} is skipped: {report.fault}")
+        if number >= most:
             raise TrainingError(
-                f"iterations {iteration + 2 - MAX_SKIPS} to {iteration + 1} had no finite gradient (last loss {report.loss}, "
-                f"norm {report.grad_norm}): stopping without saving; the last checkpoint is untouched. A smaller --lr, or "
-                "--clip-grad, may help")
+                f"iterations {last + 1 - most} to {last} had no finite gradient (last loss {report.loss}, norm "
+                f"{report.grad_norm}; {report.fault}): stopping without saving, as --max-consecutive-skips {most} says; "
+                "the last checkpoint is untouched. A smaller --lr, or --clip-grad, may help")
 
     def _params_norm(self) -> float:
-        return float(square_sum(self.trainer.engine.buckets, "param", self.trainer.mesh.tp_pp).sqrt())
+        engine = self.trainer.engine
+        return float(square_sum(engine.buckets, "param", self.trainer.mesh.tp_pp, engine.shard).sqrt())
 
     def _evaluate_if_due(self) -> None:
         every = self.config.train.eval_interval

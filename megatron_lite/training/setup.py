@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from megatron_lite.comm.mesh import Mesh
+from megatron_lite.comm.mesh import Axis, Mesh
 from megatron_lite.comm.p2p import P2P
 from megatron_lite.config import Config
+from megatron_lite.errors import ReportedError
 from megatron_lite.grid import Grid
 from megatron_lite.models.compiled import compile_elementwise
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.adamw import Optimizer
-from megatron_lite.optim.ddp import GradientEngine
+from megatron_lite.optim.ddp import GradientEngine, Sharding
+from megatron_lite.optim.scaler import LossScale, LossScaler
+from megatron_lite.parallel.fp8 import require_fp8
+from megatron_lite.parallel.shard import initialise
 from megatron_lite.pipeline.executor import Executor
 from megatron_lite.pipeline.recorder import Recorder, clock_of
 from megatron_lite.pipeline.stage import build_chunks
@@ -36,18 +41,36 @@ class Trainer:
     executor: Executor
     actions: list[Action]
     settled: Settled  # the pipeline, and why it is this one
+    scaler: LossScaler
+    loss_scale: LossScale  # of the next step
     recorder: Recorder | None = None  # with --trace-dir
+    memory_before: int = 0  # bytes this process held before the model was built
+
+
+class DeviceError(ReportedError):
+    """The run's device cannot do what a flag asks for."""
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
     """The grid that the configuration makes of `world_size` ranks; what tp and pp leave is dp."""
     parallel = config.parallel
     mirrored = plainest_pipeline(config.model.num_layers, parallel).placement.mirror(0, 0) is not None
-    return Grid(tp=parallel.tp, pp=parallel.pp, dp=world_size // (parallel.tp * parallel.pp), mirrored=mirrored)
+    dp = world_size // (parallel.tp * parallel.pp)
+    return Grid(tp=parallel.tp, pp=parallel.pp, dp=dp, zero_replicas=parallel.zero_replica_size, mirrored=mirrored)
 
 
 def num_microbatches(config: Config, dp: int) -> int:
     return config.train.global_batch_size // (config.train.micro_batch_size * dp)
+
+
+def sharding_of(config: Config, mesh: Mesh) -> Sharding:
+    """Who keeps which part of the model state."""
+    parallel = config.parallel
+    stage = parallel.zero_stage
+    shard, replica = (mesh.zero_shard, mesh.zero_replica) if stage else (Axis("zero_shard"), mesh.dp_cp)
+    return Sharding(stage, shard, replica, not parallel.no_overlap_grad_reduce, not parallel.no_overlap_param_gather,
+                    parallel.zero_prefetch_limit, parallel.pp > 1, mesh.mirror,
+                    torch.bfloat16 if parallel.grad_reduce_dtype == "bf16" else None)  # fmt: skip
 
 
 def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) -> Trainer:
@@ -55,24 +78,46 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
 
     `costs` are what an automatic pipeline is chosen by; without them they are measured here.
     """
+    check_device(config, mesh.device)
     model, train = config.model, config.train
     length = model.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
     shape = (length, train.micro_batch_size, model.hidden_size)
     p2p = P2P(mesh.pp, mesh.device) if mesh.pp.size > 1 else None
     m = num_microbatches(config, mesh.dp.size)
     settled = settle_pipeline(config, mesh, m, lambda: costs or measure_costs(config, mesh, p2p, shape))
-    pipeline = settled.pipeline
-    chunks = [chunk.initialise(train.seed) for chunk in build_chunks(config, mesh, pipeline)]
+    pipeline, before = settled.pipeline, memory_in_use(mesh.device)
+    chunks = build_chunks(config, mesh, pipeline)
     if train.compile:
         for chunk in chunks:
             compile_elementwise(chunk)
-    engine = GradientEngine(chunks, mesh.dp_cp, mesh.tp, mesh.embedding, not config.parallel.no_overlap_grad_reduce,
-                            config.parallel.ddp_bucket_size, mesh.mirror)  # fmt: skip
+    # Parameters get memory and values bucket by bucket: under ZeRO-3 there is never more of them than a rank's share.
+    engine = GradientEngine(chunks, sharding_of(config, mesh), mesh.tp, mesh.embedding, config.parallel.ddp_bucket_size,
+                            partial(initialise, seed=train.seed))  # fmt: skip
     optimizer = Optimizer(engine.buckets, config.optimizer)
     recorder = Recorder(clock_of(mesh.device)) if config.logging.trace_dir else None
     executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device, recorder)
-    actions = pipeline.actions(m)[mesh.pp.rank]
-    return Trainer(config, mesh, chunks, engine, optimizer, executor, actions, settled, recorder)
+    actions, scaler = pipeline.actions(m)[mesh.pp.rank], LossScaler.of(config.precision)
+    return Trainer(config, mesh, chunks, engine, optimizer, executor, actions, settled, scaler, scaler.start(), recorder, before)
+
+
+def check_device(config: Config, device: torch.device) -> None:
+    """Flags that can be judged only once the device is known."""
+    require_fp8(config.precision, device)
+    layers = config.activations.cpu_offloading_num_layers
+    if layers and device.type == "cpu":
+        raise DeviceError(f"--cpu-offloading-num-layers {layers}: has no effect: there is no accelerator, activations are in "
+                          "host memory already; drop it, or use --recompute-granularity")  # fmt: skip
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes this process holds now: torch's allocator on CUDA, resident memory on CPU (0 where it cannot be read)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def peak_memory(device: torch.device) -> int:

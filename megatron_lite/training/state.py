@@ -2,7 +2,7 @@
 
     model/<name>               fp32 master weights (the weights themselves in fp32 and fp64), canonical names
     optim/exp_avg/<name> ...   moments, in parameter space under the same names
-    meta                       configuration, layout, iteration, consumed samples, optimizer steps, the pipeline if it was
+    meta                       configuration, layout, iteration, samples, optimizer steps, loss scale, the pipeline if it was
                                chosen automatically, versions
 
 Dropout and data order are functions of seed and position (rng.py, data/samples.py), so there is no generator to store.
@@ -19,11 +19,12 @@ import torch
 
 import megatron_lite
 from megatron_lite.checkpoint.agree import CheckpointError
-from megatron_lite.checkpoint.boxes import Piece, Request, box_pieces, box_requests
+from megatron_lite.checkpoint.boxes import Piece, Request, flat_pieces, flat_requests
 from megatron_lite.checkpoint.folder import decide
 from megatron_lite.checkpoint.load import load_checkpoint
 from megatron_lite.checkpoint.save import save_checkpoint
 from megatron_lite.config import Config
+from megatron_lite.optim.scaler import stored
 from megatron_lite.parallel.shard import Shard
 from megatron_lite.training.setup import Trainer
 
@@ -36,38 +37,53 @@ ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_i
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: finished iterations, consumed training samples, W&B run to continue."""
+    """Where a run stands: finished iterations, consumed training samples, W&B run to continue, and the samples of skipped
+    steps, which moved the data on and the learning rate not."""
 
     iteration: int = 0
     consumed_samples: int = 0
     wandb_id: str | None = None
+    skipped_samples: int = 0
+
+    @property
+    def scheduled_samples(self) -> int:
+        """Samples that the learning rate has seen."""
+        return self.consumed_samples - self.skipped_samples
 
 
-def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-    """(prefix, shard record, tensor of the local parameter's shape) of all that training changes."""
+def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.Size, int, torch.Tensor]]:
+    """(prefix, shard record, shape of the local parameter, start, flat elements of it from there) of all that training
+    changes on this rank: every parameter whole, or what ZeRO gives the rank of it."""
     for state in trainer.optimizer.states:
         parts = {"model": state.master}
         if optim:
             parts |= {f"optim/{name}": moment for name, moment in state.moments.items()}
-        for slot, param in zip(state.bucket.layout.slots, state.bucket.params, strict=True):
+        for slot, param in state.bucket.slots():
+            mine = state.bucket.owned_part(slot.start, slot.start + slot.numel)
+            if mine is None:
+                continue
             for prefix, flat in parts.items():
-                yield prefix, param.shard, flat[slot.start : slot.start + slot.numel].view(param.shape)
+                start = mine[0] + state.bucket.owned[0] - slot.start
+                yield prefix, param.shard, param.shape, start, flat[slice(*mine)]
 
 
 def save(trainer: Trainer, progress: Progress) -> Path:
     """Write a checkpoint and make it the latest. Collective. The folder."""
     config, mesh = trainer.config, trainer.mesh
     pieces: list[Piece] = []
-    # Replicas hold the same bits: parameter n is written by data-parallel rank n modulo dp.
-    for n, (prefix, shard, tensor) in enumerate(tensors(trainer, not config.checkpoint.no_save_optim)):
-        if n % mesh.dp_cp.size == mesh.dp_cp.rank:
-            pieces += box_pieces(prefix, shard, tensor)
+    # Replicas hold the same bits: the n-th tensor is written by replica n modulo their number.
+    replica = trainer.engine.replica
+    for n, held in enumerate(tensors(trainer, not config.checkpoint.no_save_optim)):
+        if n % replica.size == replica.rank:
+            pieces += flat_pieces(*held)
     meta = {
         "config": config.as_dict(),
         "layout": {axis: getattr(mesh.grid, axis) for axis in ("tp", "cp", "ep", "dp", "pp")},
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
+        "skipped_samples": progress.skipped_samples,
         "optimizer_steps": trainer.optimizer.steps,
+        "loss_scale": stored(trainer.loss_scale) if trainer.scaler.dynamic else None,
         "wandb_id": progress.wandb_id,
         "pipeline": trainer.settled.record,
         "versions": {"megatron_lite": megatron_lite.__version__, "torch": torch.__version__,
@@ -84,16 +100,19 @@ def restore(trainer: Trainer) -> tuple[Progress, str]:
         return Progress(), choice.says
     weights_only = config.checkpoint.finetune or config.checkpoint.no_load_optim
     requests: list[Request] = []
-    for prefix, shard, tensor in tensors(trainer, optim=not weights_only):
-        requests += box_requests(prefix, shard, tensor)
+    for held in tensors(trainer, optim=not weights_only):
+        requests += flat_requests(*held)
     meta = load_checkpoint(choice.directory, requests, mesh, choice.iteration)
     check_model(config, meta)
     trainer.optimizer.write_back()
+    trainer.engine.parameters_changed()
     if config.checkpoint.finetune:
         return Progress(), choice.says + " (weights only: starting at iteration 0)"
     if not weights_only:
         trainer.optimizer.steps = meta["optimizer_steps"]
-    return Progress(meta["iteration"], meta["consumed_samples"], meta["wandb_id"]), choice.says
+        trainer.loss_scale = trainer.scaler.resume(meta.get("loss_scale"))
+    samples = meta["consumed_samples"], meta["wandb_id"], meta.get("skipped_samples", 0)
+    return Progress(meta["iteration"], *samples), choice.says
 
 
 def check_model(config: Config, meta: dict) -> None:

@@ -15,13 +15,16 @@ from megatron_lite.optim.lr import learning_rate
 from megatron_lite.pipeline.executor import Microbatch, Result
 from megatron_lite.pipeline.recorder import phase
 from megatron_lite.rng import DropoutKey
+from megatron_lite.training.nonfinite import first_fault
 from megatron_lite.training.setup import Trainer
 
 
 @dataclass(frozen=True)
 class StepReport:
     """The same on every rank. `loss` is the mean over the global batch's unmasked tokens, `grad_norm` of its gradient
-    before clipping; `stepped` is False when a non-finite norm or loss made all ranks skip the update."""
+    before clipping; `stepped` is False when a non-finite norm or loss made all ranks skip the update. `loss_scale` is that
+    of this step; `fault` says where the first value that is not finite arose, and is None where the step was taken or
+    where the loss scale, too high, is the cause."""
 
     loss: float
     tokens: int
@@ -29,25 +32,35 @@ class StepReport:
     lr: float
     stepped: bool
     result: Result
+    loss_scale: float = 1.0
+    fault: str | None = None
 
 
-def train_step(trainer: Trainer, batches: Sequence[Batch], iteration: int, consumed_samples: int) -> StepReport:
-    """Forward, backward and update with this rank's microbatches of the global batch. `iteration` counts from 0."""
+def train_step(trainer: Trainer, batches: Sequence[Batch], iteration: int, scheduled_samples: int) -> StepReport:
+    """Forward, backward and update with this rank's microbatches of the global batch. `iteration` counts from 0;
+    `scheduled_samples` are those of the steps that were taken, by which the learning rate goes."""
     config, mesh, engine, recorder = trainer.config, trainer.mesh, trainer.engine, trainer.recorder
-    lr = learning_rate(consumed_samples, config.optimizer, config.train)
+    lr = learning_rate(scheduled_samples, config.optimizer, config.train)
+    scale = trainer.loss_scale.scale
 
     engine.begin_step(len(trainer.executor.placement.microbatches(0, len(batches))))  # as many on every other chunk
-    result = trainer.executor.run(trainer.actions, with_keys(batches, mesh, config.train.seed, iteration))
+    microbatches = with_keys(batches, mesh, config.train.seed, iteration)
+    result = trainer.executor.run(trainer.actions, microbatches, scale)
     with phase(recorder, "reduce"):
         engine.finish()  # sums over dp x cp, mirror ranks, over tp where partial, over the two copies of a tied embedding
     with phase(recorder, "norm"):
         loss, tokens = total(result, mesh)
-        norm = square_sum(engine.buckets, "grad", mesh.tp_pp).sqrt() / tokens
+        norm = square_sum(engine.buckets, "grad", mesh.tp_pp, engine.shard).sqrt() / (tokens * scale)
         stepped = bool(torch.isfinite(norm) & torch.isfinite(loss))  # every rank sees the same sums, so all decide alike
+    fault = None
     if stepped:
         with phase(recorder, "optimizer"):
-            trainer.optimizer.step(lr, clip_coefficient(norm, config.optimizer.clip_grad) / tokens)
-    return StepReport(float(loss / tokens), int(tokens), float(norm), lr, stepped, result)
+            trainer.optimizer.step(lr, clip_coefficient(norm, config.optimizer.clip_grad) / (tokens * scale))
+            engine.parameters_changed()  # ZeRO: all-gathered from here on, each unit ahead of its use
+    elif not (torch.isfinite(loss) and trainer.scaler.can_fall(trainer.loss_scale)):
+        fault = first_fault(trainer, microbatches)
+    trainer.loss_scale = trainer.scaler.after(trainer.loss_scale, found_inf=not stepped)
+    return StepReport(float(loss / tokens), int(tokens), float(norm), lr, stepped, result, scale, fault)
 
 
 def total(result: Result, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:

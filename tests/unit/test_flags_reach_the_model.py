@@ -42,6 +42,9 @@ LOAD = "--load {tmp}/start --train-iters 7"  # 4 iterations were saved
 WANDB = "--wandb-project p"
 TRACE = "--trace-dir {tmp}/traces"
 REAL = "--fp64 --train-iters 3 --data-path {tmp}/corpus"  # without --mock-data
+FP32 = "only --mock-data --train-iters 3"
+DIVISIBLE = "--num-layers 3 --ffn-hidden-size 32"
+FP8 = f"{FP32} --bf16 {DIVISIBLE} --fp8-format hybrid"
 BYTES = f"{REAL} --tokenizer-type NullTokenizer --vocab-size 39"
 
 # field -> (added to the base, added to the changed run, observable that must differ)
@@ -99,10 +102,24 @@ ROWS = {
                                           "--decoder-first-pipeline-num-layers 1", "built"),
     "decoder_last_pipeline_num_layers": ("ranks 2 --num-layers 3 --pipeline-model-parallel-size 2",
                                          "--decoder-last-pipeline-num-layers 2", "built"),
+    "grad_reduce_dtype": ("ranks 2 only --mock-data --train-iters 3", "--grad-reduce-dtype bf16", "built"),
     "no_overlap_grad_reduce": ("ranks 2", "--no-overlap-grad-reduce", "built"),
+    "zero_stage": ("ranks 2", "--zero-stage 2", "built"),
+    "data_parallel_sharding_strategy": ("ranks 2", "--data-parallel-sharding-strategy optim", "built"),
+    "zero_replica_size": ("ranks 4 --global-batch-size 8 --zero-stage 1", "--zero-replica-size 2", "built"),
+    "no_overlap_param_gather": ("ranks 2 --zero-stage 1", "--no-overlap-param-gather", "built"),
+    "zero_prefetch_limit": ("ranks 2 --zero-stage 3", "--zero-prefetch-limit 2", "built"),
     "ddp_bucket_size": ("ranks 2", "--ddp-bucket-size 100000", "built"),
     "distributed_backend": ("", "--distributed-backend gloo", "joined"),
     "distributed_timeout_minutes": ("", "--distributed-timeout-minutes 3", "joined"),
+    # activation memory: what the ranks build; tests/parity/test_recompute.py counts what it saves
+    "recompute_granularity": ("ranks 1", "--recompute-activations", "built"),
+    "recompute_method": ("ranks 1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+                         "--recompute-method block", "built"),
+    "recompute_num_layers": ("ranks 1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+                             "--recompute-num-layers 2", "built"),
+    "recompute_modules": ("ranks 1 --recompute-activations", "--recompute-modules layernorm", "built"),
+    "cpu_offloading_num_layers": ("", "--cpu-offloading-num-layers 1", "failure"),  # refused where there is no GPU
     # optimizer
     "optimizer": ("", "--optimizer sgd", "params"),
     "lr": ("", "--lr 2e-2", "params"),
@@ -125,7 +142,18 @@ ROWS = {
     "sgd_momentum": ("--optimizer sgd", "--sgd-momentum 0.5", "params"),
     # precision
     "bf16": ("only --mock-data --train-iters 3", "--bf16", "loss"),
+    "fp16": (FP32, "--fp16 --initial-loss-scale 256", "loss"),
     "fp64": ("only --mock-data --train-iters 3", "--fp64", "loss"),
+    "fp8_format": (f"{FP32} --bf16 {DIVISIBLE}", "--fp8-format hybrid", "failure"),  # here is no GPU that has it
+    "fp8_recipe": (f"ranks 1 {FP8}", "--fp8-recipe tensorwise", "built"),
+    "fp8_amax_history_len": (f"ranks 1 {FP8}", "--fp8-amax-history-len 4", "built"),
+    "fp8_margin": (f"ranks 1 {FP8}", "--fp8-margin 1", "built"),
+    "first_last_layers_bf16": (f"ranks 1 {FP8}", "--first-last-layers-bf16", "built"),
+    "loss_scale": (f"{FP32} --fp16 --initial-loss-scale 256", "without --initial-loss-scale --loss-scale 128", "scale"),
+    "initial_loss_scale": (f"{FP32} --fp16", "--initial-loss-scale 256", "scale"),
+    "min_loss_scale": (f"{FP32} --fp16 --hysteresis 1", "--min-loss-scale 4e9", "scale"),
+    "loss_scale_window": (f"{FP32} --fp16 --initial-loss-scale 256", "--loss-scale-window 1", "scale"),
+    "hysteresis": (f"{FP32} --fp16", "--hysteresis 1", "scale"),
     # data
     "data_path": (f"only {REAL}", "--data-path {tmp}/other", "loss"),
     "split": (f"only {REAL}", "--split 40,60", "loss"),
@@ -141,6 +169,7 @@ ROWS = {
     "global_batch_size": ("", "--global-batch-size 2", "loss"),
     "train_iters": ("", "--train-iters 2", "iterations"),
     "train_samples": ("only --fp64 --mock-data --train-samples 8", "--train-samples 12", "iterations"),
+    "max_consecutive_skips": ("only --mock-data --train-iters 20 --lr 1e30", "--max-consecutive-skips 2", "failure"),
     "exit_interval": ("", "--exit-interval 2", "iterations"),
     "exit_duration_in_mins": ("", "--exit-duration-in-mins 1e-9", "iterations"),
     "eval_iters": (EVAL, "--eval-iters 2", "validation"),
@@ -164,6 +193,7 @@ ROWS = {
     "wandb_exp_name": (WANDB, "--wandb-exp-name a", "sinks"),
     "wandb_entity": (WANDB, "--wandb-entity a", "sinks"),
     "wandb_save_dir": (WANDB, "--wandb-save-dir {tmp}/w", "sinks"),
+    "log_memory": ("", "--log-memory", "ledger"),
     "log_params_norm": ("", "without --log-params-norm", "params"),
     "trace_dir": ("", TRACE, "traces"),
     "trace_start": (TRACE, "--trace-start 3", "traces"),
@@ -177,16 +207,23 @@ def built(rank, argv, world):
     config, problems = parse(argv, world)
     assert not problems, problems
     mesh = build_mesh(grid_of(config, world), torch.device("cpu"))
-    trainer = build_trainer(config, mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "require_fp8", lambda *_: None)  # built here, run elsewhere
+        trainer = build_trainer(config, mesh)
+    sharding = trainer.engine.sharding
     return {
         "shapes": [(p.shard.name, tuple(p.shape)) for chunk in trainer.chunks for p in chunk.parameters()],
         "layers": [layer.layer for chunk in trainer.chunks for layer in chunk.layers],
         "buckets": [bucket.layout.size for bucket in trainer.engine.buckets],
         "cut activations": trainer.chunks[0].tp.sequence_parallel,
-        "overlap": trainer.engine.overlap,
+        "sharding": (sharding.stage, sharding.shard.ranks, sharding.overlap, sharding.overlap_gather, sharding.limit),
+        "wire": trainer.engine.wire_dtype,
+        "8 bits": [layer.mlp.up_proj.fp8 and layer.mlp.up_proj.fp8.recipe for c in trainer.chunks for layer in c.layers],
         "actions": [str(action) for action in trainer.actions],
         "activation": trainer.executor.shape,
         "asynchronous": asynchronous_settings(trainer),
+        "recomputed": [chunk.spans for chunk in trainer.chunks],
+        "in a layer": [(m.self_attn.recompute_core, m.remake_norms, m.mlp.remake) for c in trainer.chunks for m in c.layers],
     }
 
 
@@ -280,6 +317,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
             "loss": [row["lm loss"] for row in steps],
             "norm": [row["grad-norm"] for row in steps],
             "params": [row.get("params-norm") for row in steps],
+            "scale": [row["loss-scale"] for row in steps],
             "iterations": [row["iteration"] for row in steps],
             "validation": [(row["iteration"], row["lm loss validation"]) for row in rows if "lm loss validation" in row],
             "mfu": [round(row["mfu-percent"] / row["throughput"], 6) for row in steps if row["throughput"]],
@@ -287,6 +325,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
                             for p in folder.rglob("*")),
             "traces": sorted(path.name for path in folder.glob("traces/*")),
             "says": out,
+            "ledger": [line.split()[0] for line in out.splitlines() if line.startswith("  activations ")],
         }  # fmt: skip
 
     setup_loader = data.BatchLoader

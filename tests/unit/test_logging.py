@@ -40,9 +40,12 @@ LINE = re.compile(
 )
 
 
-def step(loss=2.0, norm=1.5, stepped=True, total=1.0, wait=0.0):
+def step(loss=2.0, norm=1.5, stepped=True, total=1.0, wait=0.0, scale=1.0, search=False):
+    """`search`: the step was skipped for a loss scale that can still fall."""
     zero = torch.zeros((), dtype=torch.float64)
-    return StepReport(loss, 256, norm, 3e-4, stepped, Result(zero, zero, ended=total, waits=[(None, 0.0, wait)]))
+    fault = None if stepped or search else "somewhere"
+    result = Result(zero, zero, ended=total, waits=[(None, 0.0, wait)])
+    return StepReport(loss, 256, norm, 3e-4, stepped, result, scale, fault)
 
 
 def config_with(**logging) -> Config:
@@ -112,6 +115,15 @@ def test_skipped_and_nan_steps_are_counted_and_stay_out_of_the_loss():
     assert found[8] == "NAN" and found[12] == "1" and found[13] == "1"
     interval.add(step(2.0), 1.0)
     assert interval.skipped_in_a_row == 0
+
+
+def test_a_search_for_the_loss_scale_is_counted_but_is_no_failure():
+    interval = log.Interval(CONFIG, single())
+    interval.add(step(3.0, math.inf, stepped=False, scale=65536.0, search=True), 1.0)
+    assert interval.skipped_in_a_row == 0
+    metrics = interval.metrics(1, 8)
+    assert (metrics.skipped, metrics.nan_iterations, metrics.loss_scale) == (1, 0, 65536.0) and math.isnan(metrics.lm_loss)
+    assert LINE.fullmatch(log.log_line(metrics))[9] == "65536.0" and log.values_of(metrics)["loss-scale"] == 65536.0
 
 
 def two_stages(rank, mesh_config):

@@ -11,7 +11,7 @@ from megatron_lite.arguments import parse
 from megatron_lite.comm.mesh import Axis, Mesh, single
 from megatron_lite.config import ParallelConfig
 from megatron_lite.models import attention
-from megatron_lite.models.rope import cos_sin
+from megatron_lite.models.rope import contiguous_like, cos_sin
 from megatron_lite.models.transformer import TransformerLayer, TransformerStage
 from megatron_lite.parallel.tensor import TensorParallel
 from megatron_lite.pipeline.stage import build_chunks
@@ -19,9 +19,11 @@ from megatron_lite.planner.flops import device_peak_tflops, flops_per_iteration,
 from megatron_lite.planner.memory import (
     BLOCK_ROWS,
     KEEP_PROBABILITIES_UP_TO,
+    Kept,
     layer_activation_bytes,
     live_microbatches,
     peak_bytes,
+    sharded_bytes,
     stage_memory,
     state_bytes,
 )
@@ -32,6 +34,7 @@ from megatron_lite.planner.split import layer_ranges, split_layers
 from megatron_lite.rng import DropoutKey
 from megatron_lite.schedules import SCHEDULES
 from megatron_lite.schedules.actions import parse_schedule
+from megatron_lite.training.ledger import Meter
 
 GPT = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 250 --lr 1e-3"
 LLAMA = GPT + (
@@ -207,6 +210,37 @@ def test_state_bytes(flags, together):
     assert sum(state_bytes(config_of(f"{GPT} {flags}"))) == together
 
 
+def test_zero_paper():
+    """Figure 1 of arXiv 1910.02054: 7.5B parameters, 64 ranks, 2 + 2 + 12 bytes. It counts in units of 1000."""
+    gigabytes = [sum(sharded_bytes(stage, 64, 2, 2, 12)) * 7.5 for stage in range(4)]
+    assert gigabytes == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+
+
+@pytest.mark.parametrize(("flags", "together"), [
+    ("", 18), ("--zero-stage 1", 6 + 12 / 4), ("--zero-stage 2", 2 + 16 / 4), ("--zero-stage 3", 18 / 4),
+    ("--zero-stage 3 --zero-replica-size 2", 18 / 2), ("--use-distributed-optimizer", 9),
+    ("--data-parallel-sharding-strategy optim_grads", 6),
+])  # fmt: skip
+def test_state_bytes_under_zero(flags, together):
+    assert sum(state_bytes(config_of(f"{GPT} --bf16 --global-batch-size 8 {flags}", 4))) == together
+
+
+def test_transient_bytes_under_zero():
+    """Two neighbouring units at once; with a pipeline and stage 3 the whole stage."""
+    flags = f"{GPT} --bf16 --global-batch-size 8 --untie-embeddings-and-output-weights"
+    parts = rank_parts(config_of(flags, 4), 0)
+    layer = parts["layers"] // config_of(flags, 4).model.num_layers
+    two = max(2 * layer, parts["embed_tokens"] + parts["embed_positions"], parts["lm_head"] + parts["norm"])
+    for stage, bytes_each in ((0, 0), (1, 0), (2, 4), (3, 6)):
+        plan = stage_memory(config_of(f"{flags} --zero-stage {stage}", 4))[0]
+        assert plan.transient == bytes_each * two
+        assert plan.total == plan.weights + plan.gradients + plan.optimizer + plan.activations + plan.transient
+    plan = stage_memory(config_of(f"{flags} --zero-stage 3 --pipeline-model-parallel-size 2", 4))[1]
+    assert plan.transient == 6 * plan.parameters
+    report = dry_run_report(config_of(f"{flags} --zero-stage 2", 4), config_of(flags, 4).grid)
+    assert "transient" in report and "bfloat16, ZeRO-2: 2 + 1 + 3 = 6 bytes per parameter" in report
+
+
 def activation(flags, tp=1):
     """Bytes of a layer per s b h with flash attention, without norm statistics and log-sum-exp (fp32 per token)."""
     config = config_of(f"{flags} --bf16 --tensor-model-parallel-size {tp}", tp)
@@ -225,36 +259,45 @@ def test_activations_are_the_published_formulas():
     assert activation(LLAMA + " --sequence-parallel", tp=2) == (12 + 1 + 6 * 2) / 2
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        GPT + " --hidden-dropout 0 --attention-dropout 0",
-        GPT,
-        GPT + " --qk-layernorm",
-        LLAMA,
-        LLAMA + " --bf16",
-        LLAMA + " --qk-layernorm",
-    ],
-)
-def test_activations_are_what_a_layer_keeps(flags):
-    """Against the tensors that autograd really saves (attention's own probabilities are not among them)."""
-    config = config_of(flags)
+EVERY_MODULE = " --recompute-activations --recompute-modules core_attn layernorm mlp_act"
+
+
+@pytest.mark.parametrize("recompute", ["", " --recompute-activations", " --recompute-activations --recompute-modules layernorm",
+                                       " --recompute-activations --recompute-modules mlp_act", EVERY_MODULE])  # fmt: skip
+@pytest.mark.parametrize("flags", [GPT + " --hidden-dropout 0 --attention-dropout 0", GPT, GPT + " --qk-layernorm", LLAMA,
+                                   LLAMA + " --bf16", LLAMA + " --qk-layernorm"])  # fmt: skip
+def test_activations_are_what_a_layer_keeps(flags, recompute):
+    """To the byte, against the tensors that autograd really saves."""
+    config = config_of(flags + recompute)
     dtype, cpu = getattr(torch, config.precision.dtype_name), torch.device("cpu")
-    layer = TransformerLayer(0, config.model, TensorParallel(single().tp, False, dtype, cpu))
+    layer = TransformerLayer(0, config.model, TensorParallel(single().tp, False, dtype, cpu), config.activations)
     angles = cos_sin(config.model, torch.arange(32), dtype) if config.model.position_embedding_type == "rope" else None
-    ignored = {t.untyped_storage().data_ptr() for t in [*layer.parameters(), *(angles or ())]}
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
+    meter = Meter(layer.parameters())
     x = torch.zeros(32, 2, 64, dtype=dtype, requires_grad=True)
     key = DropoutKey(seed=0, iteration=0, microbatch=0, tp_rank=0) if config.model.hidden_dropout else None
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _out = layer(x, angles, key)
-    measured = sum(t.untyped_storage().nbytes() for where, t in kept.items() if where not in ignored)
-    assert measured == layer_activation_bytes(config, "flash") - 64 * 8 * 4  # no log-sum-exp in this form
+    with meter.watching():
+        out = layer(x, angles, key)
+    assert meter.live == meter.peak == layer_activation_bytes(config, "block")
+    del out
+    assert meter.live == 0
+
+
+@pytest.mark.parametrize("flags", [GPT + " --attention-dropout 0", LLAMA.replace("groups 2", "groups 8")])
+def test_activations_with_a_flash_kernel(flags, monkeypatch):
+    """The form that CUDA takes, through CPU's flash kernel: Q, K, V, output and log-sum-exp, and never QKV beside them."""
+    monkeypatch.setattr(attention, "core_attention", lambda q, k, v, p, generator: attention._sdpa(q, k, v))
+    monkeypatch.setattr(attention, "head_first", contiguous_like)  # of the layout that CUDA's core reads
+    for recompute in ("", EVERY_MODULE):
+        config = config_of(flags + recompute)
+        layer = TransformerLayer(0, config.model, TensorParallel(single().tp, False, torch.float32, torch.device("cpu")),
+                                 config.activations)  # fmt: skip
+        rope = config.model.position_embedding_type == "rope"
+        angles = cos_sin(config.model, torch.arange(32), torch.float32) if rope else None
+        meter, key = Meter(layer.parameters()), DropoutKey(0, 0, 0, 0) if config.model.hidden_dropout else None
+        with meter.watching():
+            _out = layer(torch.zeros(32, 2, 64, requires_grad=True), angles, key)
+        assert meter.live == layer_activation_bytes(config, "flash")
+        del _out
 
 
 def test_block_attention_holds_half_the_square():
@@ -283,7 +326,31 @@ def test_live_activations_are_counted_chunk_by_chunk():
         assert live_microbatches(config)[1] == plan.live_microbatches == live
         assert plan.activations == chunks * layer_activation_bytes(config)
     uneven = parse_schedule("F0 F1 F0.1 B0.1 F1.1 W0.1 BW1.1 F2 BW0 BW1 BW2")[0]
-    assert peak_bytes(uneven, (10, 1)) == 30 and peak_bytes(uneven, (1, 10)) == 22
+    ten, one = Kept(10, 0, 0), Kept(1, 0, 0)
+    assert peak_bytes(uneven, (ten, one)) == 30 and peak_bytes(uneven, (one, ten)) == 22
+
+
+def test_recomputed_layers_come_back_for_their_backward():
+    """One unit's worth on top of what waits, at the peak; with a split backward until its W."""
+    whole, split = (parse_schedule(text)[0] for text in ("F0 F1 BW0 F2 BW1 BW2", "F0 F1 B0 W0 F2 B1 B2 W1 W2"))
+    assert peak_bytes(whole, [Kept(1, 20, 50)]) == 2 + 20
+    assert peak_bytes(split, [Kept(1, 20, 50)]) == 2 + 2 * 50
+    flags = GPT + " --pipeline-model-parallel-size 4 --global-batch-size 12 --num-layers 16"
+    layer, unit = layer_activation_bytes(config_of(flags, 4)), 32 * 2 * 64 * 4
+    for form, kept, more in (("uniform --recompute-num-layers 1", 4 * unit, layer - unit),
+                             ("uniform --recompute-num-layers 3", 2 * unit, 3 * layer - 2 * unit),  # the last layer is done
+                             ("block --recompute-num-layers 3", 3 * unit + layer, 0)):  # fits where the kept layer was
+        config = config_of(f"{flags} --recompute-granularity full --recompute-method {form}", 4)
+        assert stage_memory(config)[1].activations == 3 * kept + more
+
+
+def test_the_report_says_what_is_recomputed():
+    for flags, text in (("", "no recomputation"), ("--recompute-activations", "core_attn recomputed"),
+                        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+                         "first 2 layer(s) of each chunk recomputed"),
+                        ("--cpu-offloading-num-layers 1", "first 1 layer(s) of each chunk in host memory")):  # fmt: skip
+        config = config_of(f"{GPT} {flags}")
+        assert text in dry_run_report(config, config.grid)
 
 
 def test_report_names_the_layers_of_every_chunk():
