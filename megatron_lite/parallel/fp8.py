@@ -130,7 +130,8 @@ class Fp8Linear:
         """x W^T, and the scales that the backward casts x and W with again. Not in training: no amax is remembered."""
         x8, weight8 = self.x.cast(x.flatten(0, -2), training), self.weight.cast(weight, training)
         y = product(x8, weight8, x.dtype, fast=True)
-        return y.view(*x.shape[:-1], -1), (x8.scale, weight8.scale)
+        y.resize_(*x.shape[:-1], y.shape[-1])  # not a view, to which autograd would let nobody add in place
+        return y, (x8.scale, weight8.scale)
 
     def cast_grad(self, dy: torch.Tensor) -> Cast:
         return self.dy.cast(dy.flatten(0, -2))
