@@ -157,6 +157,10 @@ def state(rank: int, world: int, flags: str) -> dict[str, float]:
     the most bytes of full parameters inside the layers' forwards and backwards, and those of the largest unit."""
     config = configuration(flags, world)
     mesh = build_mesh(grid_of(config, world), torch.device("cpu"))
+    ids = torch.zeros(config.train.micro_batch_size, config.model.seq_length)
+    batches = [Batch(ids.long(), ids.long(), ids + 1)]
+    small = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
+    train_step(build_trainer(small, mesh), batches, 0, 0)  # touches what any first step touches
     before = private_memory()
     trainer = build_trainer(config, mesh)
     buckets, most = trainer.engine.buckets, [0]
@@ -166,8 +170,7 @@ def state(rank: int, world: int, flags: str) -> dict[str, float]:
 
     hooks = [hook for layer in trainer.chunks[0].layers
              for hook in (layer.register_forward_hook(look), layer.register_full_backward_pre_hook(look))]  # fmt: skip
-    ids = torch.zeros(config.train.micro_batch_size, config.model.seq_length)
-    train_step(trainer, [Batch(ids.long(), ids.long(), ids + 1)], 0, 0)
+    train_step(trainer, batches, 0, 0)
     for hook in hooks:
         hook.remove()
     if config.parallel.zero_stage in (1, 2):
