@@ -91,7 +91,7 @@ def kept(pool):
 
 def recomputing(stage, layout, model, form):
     model = dataclasses.replace(MODELS[model], hidden_dropout=0.2, attention_dropout=0.2)
-    config = config_of(layout, model, "bf16", zero_stage=stage)
+    config = config_of(layout, model, "fp32", zero_stage=stage)
     return dataclasses.replace(config, activations=FORMS[form]) if form else config
 
 
