@@ -9,12 +9,17 @@ bf16 with dropout, for one rank, tp 4, and tp 4 with sequence parallelism, by wh
 Korthikanti et al. 2022, who leave attention's own values out for a flash kernel; the block-causal core of CPU keeps half
 of the s x s probabilities and dropout factors as well, and so has a column with and one without.
 
-The second: a small model trained on text that every Python carries, in a process of its own per row. Baseline: fp32, the
-batch in one piece, everything kept. Then micro-batches of 2, bf16 with fp32 masters, and full recomputation together.
+The second: what a rank keeps from step to step at each stage of ZeRO, by its own account and by the growth of its resident
+memory, and how many units of full parameters a step brings at most.
+
+The third: a small model trained on text that every Python carries, in a process of its own per row. Baseline: fp32, the
+batch in one piece, everything kept. Then micro-batches of 1, bf16 with fp32 masters, and full recomputation together.
 """
 
 import argparse
+import ctypes
 import dataclasses
+import gc
 import itertools
 import json
 import subprocess
@@ -32,13 +37,14 @@ from megatron_lite.comm.mesh import build_mesh, single  # noqa: E402
 from megatron_lite.config import ActivationConfig, Config  # noqa: E402
 from megatron_lite.data.corpus import python_library_texts  # noqa: E402
 from megatron_lite.data.loader import Batch  # noqa: E402
+from megatron_lite.optim.flat import is_there  # noqa: E402
 from megatron_lite.pipeline.stage import build_chunks  # noqa: E402
 from megatron_lite.planner.memory import chunk_bytes  # noqa: E402
 from megatron_lite.planner.params import count_parameters  # noqa: E402
 from megatron_lite.planner.pipeline import pipeline_of  # noqa: E402
 from megatron_lite.rng import DropoutKey  # noqa: E402
 from megatron_lite.training.ledger import Meter  # noqa: E402
-from megatron_lite.training.setup import build_trainer, grid_of, peak_memory  # noqa: E402
+from megatron_lite.training.setup import build_trainer, grid_of, memory_in_use, peak_memory  # noqa: E402
 from megatron_lite.training.step import train_step  # noqa: E402
 
 MODELS = {
@@ -120,82 +126,167 @@ def show_activations(rows: list[dict]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Persistent model state per parameter, bf16 with fp32 gradients, dp 4. A way to keep it is a row: flags, and its formula.
 
-STATES = {"every rank keeps everything": ("", lambda dp: 18.0)}
+STATES = {
+    "every rank keeps everything": ("", lambda dp: 18.0),
+    "ZeRO-1: masters, moments shared": ("--zero-stage 1", lambda dp: 6 + 12 / dp),
+    "ZeRO-2: and gradients": ("--zero-stage 2", lambda dp: 2 + 16 / dp),
+    "ZeRO-3: and parameters": ("--zero-stage 3", lambda dp: 18 / dp),
+}
+# Few tokens and many parameters: a step costs little, and resident memory is the state's.
+STATE_MODEL = ("--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 16 --vocab-size 2048 --swiglu "
+               "--ffn-hidden-size 1408 --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+               "--untie-embeddings-and-output-weights --micro-batch-size 1")  # fmt: skip
 
 
-def state(rank: int, world: int, flags: str) -> tuple[int, int]:
-    """(bytes this rank holds from step to step, parameters of the model)."""
+def give_back() -> None:
+    """The allocator returns what is not in use, and the peak starts from here. Linux."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def private_memory() -> int:
+    """Bytes of this process's own resident memory that are in use: not what ranks share. Linux."""
+    give_back()
+    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("RssAnon"))  # fmt: skip
+
+
+def state(rank: int, world: int, flags: str) -> dict[str, float]:
+    """Of this rank: bytes it holds from step to step, by its own account and by the kernel's, and parameters of the model;
+    the most bytes of full parameters inside the layers' forwards and backwards, and those of the largest unit."""
     config = configuration(flags, world)
-    trainer = build_trainer(config, build_mesh(grid_of(config, world), torch.device("cpu")))
-    return sum((trainer.engine.bytes() | trainer.optimizer.bytes()).values()), count_parameters(config)
+    mesh = build_mesh(grid_of(config, world), torch.device("cpu"))
+    ids = torch.zeros(config.train.micro_batch_size, config.model.seq_length)
+    batches = [Batch(ids.long(), ids.long(), ids + 1)]
+    small = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1))
+    train_step(build_trainer(small, mesh), batches, 0, 0)  # touches what any first step touches
+    before = private_memory()
+    trainer = build_trainer(config, mesh)
+    buckets, most = trainer.engine.buckets, [0]
+
+    def look(*_) -> None:
+        most[0] = max(most[0], sum(bucket.param.nbytes for bucket in buckets if is_there(bucket.param)))
+
+    hooks = [hook for layer in trainer.chunks[0].layers
+             for hook in (layer.register_forward_hook(look), layer.register_full_backward_pre_hook(look))]  # fmt: skip
+    train_step(trainer, batches, 0, 0)
+    for hook in hooks:
+        hook.remove()
+    if config.parallel.zero_stage in (1, 2):
+        trainer.engine.gather_parameters()  # which else happens in the next step
+    held = sum((trainer.engine.bytes() | trainer.optimizer.bytes()).values())
+    return {"held": held, "resident": private_memory() - before, "parameters": count_parameters(config), "most": most[0],
+            "unit": max(bucket.param.numel() * bucket.param.element_size() for bucket in buckets)}  # fmt: skip
 
 
-def state_table(pool: WorkerPool, world: int = 4) -> list[dict]:
+def state_table(world: int = 4) -> list[dict]:
     rows = []
     print(f"\npersistent model state, bytes per parameter and rank, bf16, dp {world}")
+    head = f"{'':<33}{'held':>8}{'formula':>9}{'error':>8}{'resident':>10}{'error':>8}{'full parameters in a step, units':>34}"
+    print(head + "\n" + "-" * len(head))
     for name, (flags, formula) in STATES.items():
-        answers = pool.run(state, world, world, f"{MODELS['llama']} --micro-batch-size 1 {flags}", timeout=600)
-        measured, expected = max(held for held, _ in answers) / answers[0][1], formula(world)
-        rows.append({"state": name, "flags": flags, "bytes_per_parameter": measured, "formula": expected})
-        print(f"{name:<32}{measured:>10.3f}{expected:>10.3f}{100 * (measured / expected - 1):>7.2f}%")
+        pool = WorkerPool(world)  # fresh processes: what a row left behind would be the next one's to use
+        answers = pool.run(state, world, world, f"{STATE_MODEL} {flags}", timeout=600)
+        pool.shutdown()
+        expected, count = formula(world), answers[0]["parameters"]
+        held, resident = (max(a[key] for a in answers) / count for key in ("held", "resident"))
+        units = max(a["most"] / a["unit"] for a in answers)
+        rows.append({"state": name, "flags": flags, "bytes_per_parameter": held, "formula": expected,
+                     "resident_bytes_per_parameter": resident, "units_of_full_parameters": units})  # fmt: skip
+        print(f"{name:<33}{held:>8.3f}{expected:>9.3f}{100 * (held / expected - 1):>7.2f}%{resident:>10.3f}"
+              f"{100 * (resident / expected - 1):>7.2f}%{units:>34.2f}", flush=True)  # fmt: skip
     return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The article's table: one process per row, so that each has a peak of its own.
 
-ARTICLE = ("--num-layers 6 --hidden-size 128 --num-attention-heads 4 --seq-length 512 --vocab-size 256 --swiglu "
-           "--ffn-hidden-size 384 --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-           "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --global-batch-size 16 --lr 2e-3 "
-           "--lr-decay-style cosine --lr-warmup-iters 10 --mock-data")  # fmt: skip
+ARTICLE = ("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 512 --vocab-size 256 --swiglu "
+           "--ffn-hidden-size 96 --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+           "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --lr 1e-2 "
+           "--lr-decay-style cosine --lr-warmup-iters 5 --mock-data")  # fmt: skip
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 ROWS = {
-    "baseline: fp32, batch in one": "--micro-batch-size 16",
-    "accumulation of 8": "--micro-batch-size 2",
-    "bf16": "--micro-batch-size 16 --bf16",
-    "full recompute": f"--micro-batch-size 16 {RECOMPUTE}",
-    "all three": f"--micro-batch-size 2 --bf16 {RECOMPUTE}",
+    "baseline: fp32, batch in one": "--micro-batch-size 8",
+    "accumulation of 8": "--micro-batch-size 1",
+    "bf16": "--micro-batch-size 8 --bf16",
+    "full recompute": f"--micro-batch-size 8 {RECOMPUTE}",
+    "all three": f"--micro-batch-size 1 --bf16 {RECOMPUTE}",
 }
 
 
-def train(flags: str, steps: int) -> dict:
-    """Train on bytes of Python's own library; peak growth of resident memory and the loss over the last tenth."""
-    config, problems = parse(f"{ARTICLE} --train-iters {steps} {flags}".split(), 1)
-    assert not problems, problems
-    corpus = "".join(text for _, text in itertools.islice(python_library_texts(), 200)).encode()
-    text = torch.frombuffer(bytearray(corpus), dtype=torch.uint8).long()
-    trainer = build_trainer(config, single())
-    size, length, losses = config.train.micro_batch_size, config.model.seq_length, []
+def corpus() -> torch.Tensor:
+    """Bytes of Python's own library, one element each."""
+    text = "".join(text for _, text in itertools.islice(python_library_texts(), 200)).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def run_steps(config: Config, text: torch.Tensor, steps: int) -> list[float]:
+    """Losses of a run on random pieces of the text."""
+    trainer, losses = build_trainer(config, single()), []
+    size, length = config.train.micro_batch_size, config.model.seq_length
     for step in range(steps):
         starts = torch.randint(len(text) - length - 1, (config.train.global_batch_size,),
                                generator=torch.Generator().manual_seed(step))  # fmt: skip
-        rows = torch.stack([text[i : i + length + 1] for i in starts.tolist()])
+        rows = torch.stack([text[i : i + length + 1] for i in starts.tolist()]).long()
         batches = [Batch(part[:, :-1], part[:, 1:], torch.ones(size, length)) for part in rows.split(size)]
         losses.append(train_step(trainer, batches, step, step * config.train.global_batch_size).loss)
+    return losses
+
+
+def train(flags: str, steps: int) -> dict:
+    """Peak growth of resident memory and the loss over the last tenth of the steps.
+
+    A run of one layer and few tokens comes first, so that code, tables and stacks that the first step touches, about
+    100 MiB whatever the model, are there before the growth is measured.
+    """
+    config, problems = parse(f"{ARTICLE} --train-iters {steps} {flags}".split(), 1)
+    assert not problems, problems
+    text, device = corpus(), torch.device("cpu")
+    run_steps(dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=1, seq_length=32)), text, 1)
+    give_back()
+    before = memory_in_use(device)
+    losses = run_steps(config, text, steps)
     last = losses[-max(1, steps // 10) :]
-    peak = peak_memory(trainer.mesh.device) - trainer.memory_before
-    return {"peak_bytes": peak, "loss": sum(last) / len(last), "losses": losses}
+    return {"peak_bytes": peak_memory(device) - before, "loss": sum(last) / len(last), "losses": losses}
 
 
-def article(steps: int, only: list[str]) -> list[dict]:
-    rows = []
+def article(steps: int, only: list[str], known: dict[str, dict]) -> list[dict]:
+    """Measure the rows `only`; the others come from `known`, an earlier call's, as far as they are there."""
     for name in only:
         command = [sys.executable, __file__, "--one", ROWS[name], "--steps", str(steps)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        rows.append({"row": name, "flags": ROWS[name], **json.loads(done.stdout.splitlines()[-1])})
-        base = rows[0]
-        rows[-1]["memory_ratio"] = rows[-1]["peak_bytes"] / base["peak_bytes"]
-        rows[-1]["loss_difference_percent"] = 100 * abs(rows[-1]["loss"] / base["loss"] - 1)
-        print(f"{name:<32}{rows[-1]['peak_bytes'] / 2**20:>9.0f} MiB{rows[-1]['memory_ratio']:>8.3f}"
-              f"{rows[-1]['loss']:>10.4f}{rows[-1]['loss_difference_percent']:>9.3f}%", flush=True)  # fmt: skip
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        known[name] = {"row": name, "flags": ROWS[name], **json.loads(done.stdout.splitlines()[-1])}
+    rows = [known[name] for name in ROWS if name in known]
+    base = known.get(next(iter(ROWS)))
+    print(f"{'':<32}{'peak growth':>13}{'ratio':>8}{'loss':>10}{'differs':>10}    ({steps} steps)")
+    for row in rows:
+        line = f"{row['row']:<32}{row['peak_bytes'] / 2**20:>9.0f} MiB"
+        if base:
+            row["memory_ratio"] = row["peak_bytes"] / base["peak_bytes"]
+            row["loss_difference_percent"] = 100 * abs(row["loss"] / base["loss"] - 1)
+            line += f"{row['memory_ratio']:>8.3f}{row['loss']:>10.4f}{row['loss_difference_percent']:>9.3f}%"
+        print(line)
     return rows
+
+
+def measured_before(path: Path | None, steps: int) -> dict[str, dict]:
+    """The rows of the article's table in this file, if they are of this torch, model, and number of steps."""
+    if path is None or not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    same = (found.get("torch"), found.get("steps"), found.get("model")) == (torch.__version__, steps, ARTICLE)
+    return {row["row"]: row for row in found["rows"] if ROWS.get(row["row"]) == row["flags"]} if same else {}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--article", action="store_true", help="the table of accumulation x bf16 x recompute")
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), help="of the article's table")
-    parser.add_argument("--steps", type=int, default=100, help="of training, with --article")
+    parser.add_argument("--table", choices=["activations", "state"], help="one of the two tables alone; without, both")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS),
+                        help="of the article's table to measure now; the others come from the --json file if it has them")
+    parser.add_argument("--steps", type=int, default=40, help="of training, with --article")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the table here")
     args = parser.parse_args()
@@ -203,16 +294,19 @@ def main() -> None:
         print(json.dumps(train(args.one, args.steps)))
         return
     if args.article:
-        print(f"{'':<32}{'peak growth':>13}{'ratio':>8}{'loss':>10}{'differs':>10}    ({args.steps} steps)")
-        rows = article(args.steps, args.rows)
+        kept = measured_before(args.json, args.steps)
+        rows, about = article(args.steps, args.rows, kept), {"steps": args.steps, "model": ARTICLE}
     else:
-        pool = WorkerPool(4)
-        rows = activation_table(pool)
-        show_activations(rows)
-        rows += state_table(pool)
-        pool.shutdown()
+        rows, about = [], {}
+        if args.table != "state":
+            pool = WorkerPool(4)
+            rows += activation_table(pool)
+            show_activations(rows)
+            pool.shutdown()
+        if args.table != "activations":
+            rows += state_table()
     if args.json:
-        args.json.write_text(json.dumps({"torch": torch.__version__, "steps": args.steps, "rows": rows}, indent=1))
+        args.json.write_text(json.dumps({"torch": torch.__version__, **about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,12 @@ class Shape:
 
 
 # "tiny" is for trying the driver itself; its numbers say nothing about speed.
-SHAPES = {"W": Shape(), "tiny": Shape(hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=512, seq=64)}
+# "S" has W's proportions at a tenth of its parameters, for machines without fast matrix products.
+SHAPES = {
+    "W": Shape(),
+    "S": Shape(layers=4, hidden=256, ffn=704, head_dim=32, vocab=4096, seq=256),
+    "tiny": Shape(hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=512, seq=64),
+}
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class TransformerStage(nn.Module):
             else:
                 x = run(x)
             x, below = (x if below is None else return_before(x, below)), here
-            for unit in reversed(units):
+            for unit in units:  # the backward passes them last to first, as a recomputed span needs them gathered
                 x = self.weights.free(unit, x)
         if self.offload is not None:
             self.offload.settle()

@@ -23,7 +23,9 @@ from megatron_lite.optim.flat import FlatBucket, bring, free
 
 
 class UnitParameters:
-    """The parameters of one chunk's units (`models.transformer.Weights`), when they are sharded over `axis`."""
+    """The parameters of one chunk's units (`models.transformer.Weights`), when they are sharded over `axis`.
+
+    The layers of a recomputed span are gathered around the whole of it, so that its replay finds them there."""
 
     def __init__(self, chunk: TransformerStage, buckets: dict[str, FlatBucket], axis: Axis, ahead: int, frees: bool):
         """`buckets` by unit. `ahead`: units to gather before they are needed. `frees`: after each use, as stage 3 does."""
@@ -31,13 +33,10 @@ class UnitParameters:
         self.order = [buckets[unit] for unit in chunk.order()]
         self.place = {unit: i for i, unit in enumerate(chunk.order())}
         self.first = sum(unit.startswith("embed") for unit in chunk.order())  # their backward reads no parameter
-        self.returning = False  # the backward has begun: a forward is then a recomputation, and its next unit has been used
 
     def gather(self, unit: str, x: torch.Tensor) -> torch.Tensor:
         place = self.place[unit]
-        self.returning = self.returning and place > 0
-        ahead = 0 if self.returning else self.ahead
-        self._bring(range(place, min(place + ahead + 1, len(self.order))))
+        self._bring(range(place, min(place + self.ahead + 1, len(self.order))))
         return _After.apply(x, self, place) if self.frees and x.requires_grad else x
 
     def free(self, unit: str, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +46,6 @@ class UnitParameters:
         return _Before.apply(x, self, place) if self.frees and x.requires_grad and place >= self.first else x
 
     def before_backward(self, place: int) -> None:
-        self.returning = True
         self._bring(range(place, max(place - self.ahead, self.first) - 1, -1))
 
     def after_backward(self, place: int) -> None:

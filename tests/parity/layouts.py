@@ -3,6 +3,7 @@ returns every gradient and parameter in canonical names, so that layouts can be 
 
 import dataclasses
 
+import pytest
 import torch
 
 from megatron_lite.comm import collectives as comm
@@ -23,6 +24,18 @@ GPT = ModelConfig(
     max_position_embeddings=SEQ, hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.2,
     make_vocab_size_divisible_by=8, label_smoothing=0.1)  # fmt: skip
 MODELS = {"llama_gqa": LLAMA, "gpt_tied": GPT}
+
+
+def slow(*case):
+    """A case that runs with --full alone."""
+    return pytest.param(*case, marks=pytest.mark.full)
+
+
+def cases(fast, every):
+    """All cases of `every`, tuples; those not in `fast` run with --full alone."""
+    every = list(every)
+    assert all(case in every for case in fast)
+    return [case if case in fast else slow(*case) for case in every]
 
 
 def config_for(model, *, micro_batch=1, precision="fp64", optimizer="adam", train=None, **parallel):
@@ -54,7 +67,7 @@ def local_batches(config, mesh, step):
     tokens, labels, mask = global_batch(step)
     size, dp = config.train.micro_batch_size, mesh.dp.size
     batches = []
-    for j in range(GLOBAL_BATCH // (size * dp)):
+    for j in range(config.train.global_batch_size // (size * dp)):
         rows = slice((j * dp + mesh.dp.rank) * size, (j * dp + mesh.dp.rank + 1) * size)
         batches.append(Batch(tokens[rows], labels[rows], mask[rows]))
     return batches

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layouts import GPT, LLAMA, config_for, local_batches, merge, replace, run_everywhere, run_steps
+from layouts import GPT, LLAMA, config_for, local_batches, merge, replace, run_everywhere, run_steps, slow
 
 from megatron_lite.comm.mesh import build_mesh
 from megatron_lite.training.nonfinite import FINITE_AGAIN
@@ -10,6 +10,7 @@ from megatron_lite.training.setup import build_trainer, grid_of
 from megatron_lite.training.step import train_step
 
 CPU = torch.device("cpu")
+
 
 
 def layer_of(trainer, number):
@@ -58,15 +59,15 @@ def faults(rank, world, config, bad_rank, what, layer, microbatch, times=1000):
 @pytest.mark.parametrize(("precision", "model", "world", "flags", "bad_rank", "what", "layer", "microbatch", "expected"), [
     ("fp64", GPT, 1, {}, 0, "activation", 1, 5, "is the output of layers.1, microbatch 5, on rank 0 (tp 0, dp 0, pp 0)"),
     ("fp32", GPT, 2, {}, 1, "activation", 2, 3, "is the output of layers.2, microbatch 3, on rank 1 (tp 0, dp 1, pp 0)"),
-    ("bf16", LLAMA, 2, {"pp": 2}, 1, "activation", 3, 6, "the output of layers.3, microbatch 6, on rank 1 (tp 0, dp 0, pp 1)"),
+    slow("bf16", LLAMA, 2, {"pp": 2}, 1, "activation", 3, 6, "output of layers.3, microbatch 6, on rank 1 (tp 0, dp 0, pp 1)"),
     ("fp16", LLAMA, 2, {"pp": 2}, 0, "activation", 0, 2, "the output of layers.0, microbatch 2, on rank 0 (tp 0, dp 0, pp 0)"),
-    ("fp32", LLAMA, 2, {"tp": 2}, 1, "activation", 2, 1, "the output of layers.2, microbatch 1, on rank 1 (tp 1, dp 0, pp 0)"),
-    ("fp64", LLAMA, 2, {}, 1, "gradient", 2, 1,
+    slow("fp32", LLAMA, 2, {"tp": 2}, 1, "activation", 2, 1, "output of layers.2, microbatch 1, on rank 1 (tp 1, dp 0, pp 0)"),
+    slow("fp64", LLAMA, 2, {}, 1, "gradient", 2, 1,
      "the gradient of layers.2.mlp.down_proj.weight, microbatch 1, on rank 1 (tp 0, dp 1, pp 0)"),
-    ("bf16", GPT, 2, {"pp": 2}, 0, "gradient", 1, 4, "the gradient of layers.1.mlp.down_proj.bias, microbatch 4, on rank 0"),
+    slow("bf16", GPT, 2, {"pp": 2}, 0, "gradient", 1, 4, "the gradient of layers.1.mlp.down_proj.bias, microbatch 4, on rank 0"),
     ("fp32", LLAMA, 2, {"pp": 2, "pipeline_schedule": "zb-h1"}, 1, "gradient", 2, 4,
      "the gradient of layers.2.mlp.down_proj.weight, microbatch 4, on rank 1"),
-    ("fp32", LLAMA, 4, {"tp": 2, "sp": True, "pp": 2}, 2, "gradient", 3, 7,
+    slow("fp32", LLAMA, 4, {"tp": 2, "sp": True, "pp": 2}, 2, "gradient", 3, 7,
      "down_proj.weight, microbatch 7, on rank 2 (tp 0, dp 0, pp 1)"),
 ])  # fmt: skip
 def test_the_report_names_the_first(pool, precision, model, world, flags, bad_rank, what, layer, microbatch, expected):
@@ -97,8 +98,8 @@ def bad_weight(rank, world, config, bad_rank, name):
 
 
 @pytest.mark.parametrize(("world", "flags", "bad_rank", "name"), [
-    (2, {"tp": 2}, 1, "layers.2.self_attn.k_proj.weight"), (2, {}, 1, "layers.0.mlp.up_proj.weight"),
-    (2, {"pp": 2}, 1, "layers.3.input_layernorm.weight"), (4, {"tp": 2, "pp": 2}, 3, "lm_head.weight"),
+    (2, {"tp": 2}, 1, "layers.2.self_attn.k_proj.weight"), slow(2, {}, 1, "layers.0.mlp.up_proj.weight"),
+    slow(2, {"pp": 2}, 1, "layers.3.input_layernorm.weight"), slow(4, {"tp": 2, "pp": 2}, 3, "lm_head.weight"),
 ])  # fmt: skip
 def test_a_bad_weight_is_named(pool, world, flags, bad_rank, name):
     said = pool.run(bad_weight, world, world, config_for(LLAMA, precision="fp32", **flags), bad_rank, name)
@@ -134,7 +135,7 @@ def run_after_a_skip(rank, world, config):
     return run_steps(trainer, range(3))
 
 
-@pytest.mark.parametrize(("world", "flags"), [(2, {}), (4, {"tp": 2, "pp": 2})])
+@pytest.mark.parametrize(("world", "flags"), [(2, {}), slow(4, {"tp": 2, "pp": 2})])
 def test_looking_leaves_no_trace(pool, world, flags):
     config = config_for(GPT, precision="bf16", **flags)
     run, clean = merge(pool.run(run_after_a_skip, world, world, config)), run_everywhere(pool, config, world, 3)

@@ -1,10 +1,11 @@
 """Activations computed again: the same bits as when they are kept, fewer bytes, and no collective more than need be."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
-from layouts import GPT, LLAMA, SEQ, config_for, local_batches, merge, run_everywhere, run_steps
+from layouts import GPT, LLAMA, SEQ, cases, config_for, local_batches, merge, run_everywhere, run_steps, slow
 
 from megatron_lite.arguments import parse
 from megatron_lite.comm import collectives as comm
@@ -42,11 +43,9 @@ LAYOUTS = {  # name -> (ranks, flags)
     "pp2_zbv": (2, {"pp": 2, "pipeline_schedule": "zbv"}),
     "tp2_sp_pp2_zbv": (4, {"tp": 2, "sp": True, "pp": 2, "pipeline_schedule": "zbv"}),
 }
-FAST = [("tp2_sp", "llama_gqa", "selective"), ("tp2_sp", "llama_gqa", "uniform_1"), ("tp2", "gpt_tied", "uniform_3"),
-        ("tp2_sp", "gpt_tied", "uniform_1"), ("dp2", "gpt_tied", "block_1"), ("pp2", "gpt_tied", "uniform_1"),
-        ("pp2", "llama_gqa", "selective"), ("pp2_zb-h1", "llama_gqa", "uniform_3"), ("pp2_zb-h1", "gpt_tied", "selective"),
-        ("pp2_zbv", "gpt_tied", "uniform_1"), ("tp2_sp_pp2_zbv", "llama_gqa", "uniform_1")]  # fmt: skip
-EVERY = [(layout, model, form) for layout in LAYOUTS for model in MODELS for form in FORMS]
+FAST = [("tp2_sp", "llama_gqa", "selective"), ("tp2_sp", "llama_gqa", "uniform_1"), ("dp2", "gpt_tied", "block_1"),
+        ("pp2_zb-h1", "gpt_tied", "uniform_3"), ("pp2_zbv", "gpt_tied", "uniform_1")]  # fmt: skip
+ALONE = [("llama_gqa", "bf16"), ("gpt_tied", "fp64")]  # models and precisions of one process
 
 
 def config_of(model, form, precision="fp64", **parallel):
@@ -76,16 +75,14 @@ def assert_same_bits(run, reference):
             assert torch.equal(run[kind][name], tensor), f"{kind}: {name}"
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "precision"), cases(ALONE, itertools.product(MODELS, ("fp64", "bf16"))))
 def test_one_process(kept, model, form, precision):
     reference = kept(None, "alone", model, precision)
     assert_same_bits(run_everywhere(None, config_of(model, form, precision), 1, steps=2), reference)
 
 
-@pytest.mark.parametrize("layout, model, form", [
-    pytest.param(*row, marks=() if row in FAST else pytest.mark.full) for row in EVERY])  # fmt: skip
+@pytest.mark.parametrize(("layout", "model", "form"), cases(FAST, itertools.product(LAYOUTS, MODELS, FORMS)))
 def test_layouts(pool, kept, layout, model, form):
     world, flags = LAYOUTS[layout]
     run = run_everywhere(pool, config_of(model, form, **flags), world, steps=2)
@@ -144,8 +141,9 @@ def seen(pool):
     return of
 
 
-@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"tp": 2, "sp": True}], ids=["alone", "tp2", "tp2_sp"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "parallel"), cases(
+    [("gpt_tied", {}), ("llama_gqa", {"tp": 2, "sp": True})],
+    itertools.product(MODELS, ({}, {"tp": 2}, {"tp": 2, "sp": True}))))  # fmt: skip
 def test_memory_is_what_the_planner_says(seen, model, parallel):
     """Kept after a forward, to the byte but for the embedding's indices; at most, within 5 %; and it falls."""
     lowest = None
@@ -185,7 +183,7 @@ def offloaded(chunk, count):
     chunk.offload = Offload(torch.device("cpu"), worth=1024)
 
 
-@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("count", [slow(1), 3, slow(4)])
 @pytest.mark.parametrize("model", MODELS)
 def test_offloaded_layers_give_the_same_bits(kept, model, count):
     trainer = build_trainer(config_for(MODELS[model]), single())

@@ -139,17 +139,21 @@ def allowed(monkeypatch):
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
-@pytest.mark.parametrize("flags", [{"fp8_format": "hybrid"}, {"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}])
-def test_a_model_follows_bf16(allowed, model, flags):
-    """A scale that is left in, or taken out twice, is off by far more than these bounds; the products' own are above."""
+@pytest.mark.parametrize(("flags", "smallest"), [
+    ({"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}, 0.9), ({"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}, 0.9),
+    ({"fp8_format": "hybrid", "fp8_amax_history_len": 16}, 0.75)])  # fmt: skip
+def test_a_model_follows_bf16(allowed, model, flags, smallest):
+    """Every product adds 4 % (e4m3) to 6 % (e5m2) of noise: about 25 % in quadrature over the linears of 4 layers, forward
+    and backward, a cosine of 0.97; queries and keys, seen through an exponential, have more. Under delayed scaling a
+    microbatch with more unmasked tokens than those before it saturates, and its gradients come out short."""
     model = dataclasses.replace(model, init_method_std=0.1)
     fp8, bf16 = (run_steps(trainer_of(model, **f), range(1)) for f in (flags, {}))
-    assert fp8["losses"] == pytest.approx(bf16["losses"], rel=1e-2) and fp8["losses"] != bf16["losses"]
-    assert fp8["norms"] == pytest.approx(bf16["norms"], rel=0.15)
+    assert fp8["losses"] == pytest.approx(bf16["losses"], rel=3e-3) and fp8["losses"] != bf16["losses"]
+    assert fp8["norms"] == pytest.approx(bf16["norms"], rel=0.06)
     for (name, *_, mine), (_, *_, theirs) in zip(fp8["grads"], bf16["grads"], strict=True):
         if name.endswith("proj.weight"):
-            assert torch.cosine_similarity(mine.flatten(), theirs.flatten(), dim=0) > 0.8, name
-            assert 0.75 < float(mine.norm() / theirs.norm()) < 1.33, name
+            assert torch.cosine_similarity(mine.flatten(), theirs.flatten(), dim=0) > 0.93, name
+            assert smallest < float(mine.norm() / theirs.norm()) < 1.15, name
 
 
 def test_first_and_last_layer_stay_in_bf16(allowed):
