@@ -177,6 +177,13 @@ ROWS = {
     "save": ("", SAVE, "files"),
     "load": ("--train-iters 7", LOAD, "loss"),
     "save_interval": (SAVE, "--save-interval 2", "files"),
+    "save_interval_minutes": (SAVE, "--save-interval-minutes 1e-9", "files"),
+    "save_weights_only_interval": (SAVE, "--save-weights-only-interval 2", "files"),
+    "save_retain": (f"{SAVE} --save-interval 1", "--save-retain 1", "files"),
+    "async_save": (f"{SAVE} --save-interval 1", "--async-save", "behind"),
+    "load_iteration": ("--load {tmp}/start --train-iters 7", "--load-iteration 2", "iterations"),
+    "no_verify_checkpoint": ("--load {tmp}/start --train-iters 7", "--no-verify-checkpoint", "verified"),
+    "use_checkpoint_args": ("--load {tmp}/start --train-iters 7", "--use-checkpoint-args", "inherited"),
     "no_save_optim": (SAVE, "--no-save-optim", "files"),
     "no_load_optim": (LOAD, "--no-load-optim", "params"),
     "finetune": (LOAD, "--finetune", "iterations"),
@@ -257,7 +264,7 @@ def files(tmp_path_factory):
         with IndexedWriter(folder / name, np.uint16) as writer:
             for _ in range(50):
                 writer.add_document([*generator.integers(0, 39, 30), 39])
-    flags = f"{TINY} {RUN} --train-iters 4 --save {folder}/start"
+    flags = f"{TINY} {RUN} --train-iters 4 --save {folder}/start --save-interval 2"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before = launch.keep_heap
     launch.keep_heap = lambda: False
