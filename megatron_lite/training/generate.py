@@ -23,6 +23,7 @@ from megatron_lite.comm.mesh import single
 from megatron_lite.config import GROUPS, Config, ParallelConfig
 from megatron_lite.errors import ReportedError
 from megatron_lite.models.transformer import TransformerStage
+from megatron_lite.parallel.shard import allocate
 from megatron_lite.parallel.tensor import TensorParallel
 
 
@@ -46,8 +47,10 @@ class Loaded(NamedTuple):
     iteration: int
 
 
-def load_model(directory: str, iteration: int | None = None, device: torch.device | None = None) -> Loaded:
-    """The model of a checkpoint directory (None: its latest iteration), at tp 1 pp 1, in the dtype it was trained in.
+def load_model(directory: str, iteration: int | None = None, device: torch.device | None = None,
+               dtype: torch.dtype | None = None) -> Loaded:  # fmt: skip
+    """The model of a checkpoint directory (None: its latest iteration), at tp 1 pp 1, in the dtype it was trained in
+    unless `dtype` is another.
 
     Raises CheckpointError where the checkpoint cannot be read, GenerateError where it does not say what model it holds.
     """
@@ -58,11 +61,12 @@ def load_model(directory: str, iteration: int | None = None, device: torch.devic
     config = config_of(manifest.meta["config"])
     alone = replace(config, parallel=ParallelConfig(), train=replace(config.train, world_size=1))
     mesh = single(device)
-    tp = TensorParallel(mesh.tp, False, getattr(torch, config.precision.dtype_name), device)
+    tp = TensorParallel(mesh.tp, False, dtype or getattr(torch, config.precision.dtype_name), device)
     model = TransformerStage(config.model, config.data.vocab_size, alone.padded_vocab_size,
                              range(config.model.num_layers), True, True, tp)  # fmt: skip
     requests = []
     for param in model.parameters():
+        allocate(param)
         param.data.zero_()  # rows of vocabulary padding are in no checkpoint
         requests += box_requests("model", param.shard, param.data)
     load_checkpoint(directory, requests, mesh, manifest.iteration)

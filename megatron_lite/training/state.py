@@ -19,7 +19,7 @@ import torch
 
 import megatron_lite
 from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint
-from megatron_lite.checkpoint.boxes import Piece, Request, box_pieces, box_requests
+from megatron_lite.checkpoint.boxes import Piece, Request, flat_pieces, flat_requests
 from megatron_lite.checkpoint.folder import Choice, decide, older
 from megatron_lite.checkpoint.load import load_checkpoint
 from megatron_lite.checkpoint.save import save_checkpoint
@@ -49,24 +49,29 @@ class Progress:
         return self.consumed_samples - self.skipped_samples
 
 
-def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-    """(prefix, shard record, tensor of the local parameter's shape) of all that training changes."""
+def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.Size, int, torch.Tensor]]:
+    """(prefix, shard record, shape of the local parameter, start, flat elements of it from there) of all that training
+    changes on this rank: every parameter whole, or what ZeRO gives the rank of it."""
     for state in trainer.optimizer.states:
         parts = {"model": state.master}
         if optim:
             parts |= {f"optim/{name}": moment for name, moment in state.moments.items()}
-        for slot, param in zip(state.bucket.layout.slots, state.bucket.params, strict=True):
+        for slot, param in state.bucket.slots():
+            mine = state.bucket.owned_part(slot.start, slot.start + slot.numel)
+            if mine is None:
+                continue
             for prefix, flat in parts.items():
-                yield prefix, param.shard, flat[slot.start : slot.start + slot.numel].view(param.shape)
+                start = mine[0] + state.bucket.owned[0] - slot.start
+                yield prefix, param.shard, param.shape, start, flat[slice(*mine)]
 
 
 def pieces_of(trainer: Trainer, optim: bool, dtype: torch.dtype | None = None) -> Iterator[Piece]:
     """What this rank writes. `dtype`: of the pieces (default: as they are held)."""
-    mesh = trainer.mesh
-    # Replicas hold the same bits: parameter n is written by data-parallel rank n modulo dp.
-    for n, (prefix, shard, tensor) in enumerate(tensors(trainer, optim)):
-        if n % mesh.dp_cp.size == mesh.dp_cp.rank:
-            yield from box_pieces(prefix, shard, tensor if dtype is None else tensor.to(dtype))
+    # Replicas hold the same bits: the n-th tensor is written by replica n modulo their number.
+    replica = trainer.engine.replica
+    for n, (prefix, shard, shape, start, flat) in enumerate(tensors(trainer, optim)):
+        if n % replica.size == replica.rank:
+            yield from flat_pieces(prefix, shard, shape, start, flat if dtype is None else flat.to(dtype))
 
 
 def meta_of(trainer: Trainer, progress: Progress) -> dict:
@@ -107,13 +112,14 @@ def restore(trainer: Trainer) -> tuple[Progress, str]:
         return Progress(), choice.says
     weights_only = flags.finetune or flags.no_load_optim
     requests: list[Request] = []
-    for prefix, shard, tensor in tensors(trainer, optim=not weights_only):
-        requests += box_requests(prefix, shard, tensor)
+    for held in tensors(trainer, optim=not weights_only):
+        requests += flat_requests(*held)
     choice, meta = load(trainer, choice, requests)
     if meta.get("tokenizer") != fingerprint_of(config) and "tokenizer" in meta:
         says = f"WARNING: the tokenizer is not that of the checkpoint: {fingerprint_of(config)}, was {meta['tokenizer']}"
         choice = choice._replace(says=f"{choice.says}\n{says}")
     trainer.optimizer.write_back()
+    trainer.engine.parameters_changed()
     if flags.finetune:
         return Progress(), choice.says + " (weights only: starting at iteration 0)"
     if not weights_only:
