@@ -17,6 +17,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # run as a script: the repository root takes the place of this folder, so no install is needed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
 
 from megatron_lite.checkpoint.agree import CheckpointError, problems_of

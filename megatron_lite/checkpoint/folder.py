@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint, agree
+from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint, agree, problems_of
 from megatron_lite.checkpoint.manifest import NAME, Manifest, read_manifest, to_text
 from megatron_lite.comm.mesh import Mesh
 
@@ -139,7 +139,8 @@ def next_older(load_dir: str, damaged: int, error: DamagedCheckpoint) -> Choice:
     """The decision of `older`, on one rank."""
     before = [iteration for iteration in complete_iterations(load_dir) if iteration < damaged]
     if not before:
-        raise CheckpointError(f"{error}\n{load_dir} holds no older checkpoint to go on from") from error
+        end = f"{load_dir} holds no older checkpoint to go on from"
+        raise CheckpointError("no checkpoint is whole", [*problems_of(error), end]) from error
     return Choice(load_dir, before[-1], f"iteration {damaged} is DAMAGED and is skipped: {error}\n"
                   f"loading iteration {before[-1]} from {load_dir}")  # fmt: skip
 

@@ -15,13 +15,15 @@ import torch
 
 import pretrain_gpt
 from megatron_lite.arguments import parse
+from megatron_lite.checkpoint.load import load_checkpoint
 from megatron_lite.comm import launch
 from megatron_lite.comm.mesh import build_mesh
 from megatron_lite.config import GROUPS
 from megatron_lite.data.indexed import IndexedWriter
 from megatron_lite.rules import flag_name
 from megatron_lite.schedules import ASYNCHRONOUS
-from megatron_lite.training import data, logging, setup
+from megatron_lite.training import architecture, data, logging, setup, state
+from megatron_lite.training.architecture import stored_settings
 from megatron_lite.training.asynchronous import _Stream, _Window, annealing_length, steps_to_drain
 from megatron_lite.training.setup import build_trainer, grid_of
 
@@ -295,11 +297,11 @@ def observe(files, tmp_path, monkeypatch, capsys):
     def run(flags, name):
         folder = tmp_path / name
         folder.mkdir()
-        seen = {"joined": [], "sinks": [], "prefetch": [], "compiled": 0}
+        seen = {"joined": [], "sinks": [], "prefetch": [], "compiled": 0, "verified": [], "inherited": []}
         monkeypatch.setattr(launch, "init_from_env", lambda *args: seen["joined"].append(args) or (0, 1, torch.device("cpu")))
         monkeypatch.setattr(logging, "WandbSink", recorder(seen["sinks"], "wandb"))
         monkeypatch.setattr(logging, "TensorBoardSink", recorder(seen["sinks"], "tensorboard"))
-        loader = setup_loader
+        loader, load, stored = setup_loader, load_checkpoint, stored_settings
 
         def recorded(*args, **options):
             seen["prefetch"].append(options["prefetch"])
@@ -308,6 +310,16 @@ def observe(files, tmp_path, monkeypatch, capsys):
         def compiled(*args, **options):
             seen["compiled"] += 1
 
+        def loaded(directory, requests, mesh, iteration, verify, **options):
+            seen["verified"].append(verify)
+            return load(directory, requests, mesh, iteration, verify, **options)
+
+        def taken(*args):
+            seen["inherited"].append(stored(*args))
+            return seen["inherited"][-1]
+
+        monkeypatch.setattr(state, "load_checkpoint", loaded)
+        monkeypatch.setattr(architecture, "stored_settings", taken)
         monkeypatch.setattr(data, "BatchLoader", recorded)
         monkeypatch.setattr(setup, "compile_elementwise", compiled)
         text = flags.replace("{tmp}/save", str(folder / "save")).replace("{tmp}/other.jsonl", str(folder / "other.jsonl"))
@@ -330,6 +342,9 @@ def observe(files, tmp_path, monkeypatch, capsys):
             "mfu": [round(row["mfu-percent"] / row["throughput"], 6) for row in steps if row["throughput"]],
             "files": sorted(f"{p.relative_to(folder)} {p.stat().st_size if p.suffix == '.safetensors' else ''}"
                             for p in folder.rglob("*")),
+            "behind": out.count("behind the training"),
+            "verified": seen["verified"],
+            "inherited": len(seen["inherited"]),
             "traces": sorted(path.name for path in folder.glob("traces/*")),
             "says": out,
             "ledger": [line.split()[0] for line in out.splitlines() if line.startswith("  activations ")],
