@@ -29,10 +29,15 @@ def inherit(given: Mapping[str, Any], preset: Mapping[str, Any]) -> tuple[dict[s
         stored_value = ordinary(stored, given) if name == "vocab_size" else stored.get(name, value)
         if name in OPEN or stored_value == value or name not in stored:
             continue
-        shown = f"{flag_name(name)} {value}" if name in given else f"--model {given['model']}"
-        text = f"contradicts the checkpoint, which has {flag_name(name)} {stored_value}"
+        shown = spelled(name, value) if name in given else f"--model {given['model']}"
+        was = "without it" if stored_value in (None, False) else f"with {spelled(name, stored_value)}"
+        text = f"contradicts the checkpoint, which was trained {was}"
         problems.append(Problem((shown, "--use-checkpoint-args"), text, "drop one of them"))
     return {name: value for name, value in stored.items() if value is not None and name not in given}, problems
+
+
+def spelled(name: str, value: Any) -> str:
+    return flag_name(name) if value is True else f"{flag_name(name)} {value}"
 
 
 def ordinary(stored: Mapping[str, Any], given: Mapping[str, Any]) -> int | None:
