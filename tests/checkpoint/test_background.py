@@ -120,7 +120,7 @@ def test_old_ones_stay_while_the_new_one_is_not_safe(tmp_path, monkeypatch):
     assert complete_iterations(tmp_path) == [1, 2] and load_value(tmp_path) == 2.0
     monkeypatch.setattr("megatron_lite.checkpoint.folder.os.rename", refuse_old(tmp_path))
     with pytest.warns(UserWarning, match="cannot remove .*iter_0000001: Permission denied"):
-        keep(tmp_path, 3, 1)
+        keep(tmp_path, 3, 2)
     assert (tmp_path / TRACKER).read_text() == "3\n"
 
 

@@ -59,7 +59,7 @@ def test_extra_tensors_and_files_are_named(two, capsys):
     path = two[0] / "shard_00000.safetensors"
     tensors = load_file(path)
     save_file(tensors, two[0] / "shard_00009.safetensors")
-    save_file(tensors | {"model/extra": tensors["model/norm.weight"]}, path)
+    save_file(tensors | {"model/extra": tensors["model/norm.weight"].clone()}, path)
     code, text = said(capsys, two[0], "--check")
     assert code == 1 and "holds model/extra, which is not in the manifest" in text
     assert "shard_00009.safetensors is not in the manifest" in text
