@@ -18,6 +18,7 @@ from megatron_lite.comm.mesh import build_mesh
 from megatron_lite.convert import mixtral
 from megatron_lite.grid import Grid
 from megatron_lite.models.transformer import TransformerStage
+from megatron_lite.parallel.shard import allocate
 from megatron_lite.parallel.tensor import TensorParallel
 from megatron_lite.training.generate import config_of, generate, load_model
 
@@ -32,6 +33,8 @@ def logits_at(rank, directory, tokens, tp, pp):
     parallel = TensorParallel(mesh.tp, False, torch.float32, torch.device("cpu"))
     padded = -(-vocab // (8 * tp)) * 8 * tp
     stage = TransformerStage(model, vocab, padded, own, mesh.pp.rank == 0, mesh.pp.rank == pp - 1, parallel)
+    for param in stage.parameters():
+        allocate(param)
     requests = [r for p in stage.parameters() for r in box_requests("model", p.shard, p.data.zero_())]
     load_checkpoint(directory, requests, mesh)
     x = torch.tensor(tokens)
