@@ -1,6 +1,6 @@
 """Command line <-> `Config`. The flags are the fields of `config.py`; this file adds what argparse and a person need.
 
-    parse(argv, world_size)      defaults <- --model preset <- given flags -> resolve -> validate
+    parse(argv, world_size)      defaults <- --model preset <- --use-checkpoint-args <- given flags -> resolve -> validate
     with_vocab_size(config, n)   the second step where the vocabulary is known only once the tokenizer is read
     format_problems, format_arguments
 
@@ -15,6 +15,7 @@ from dataclasses import Field, fields, replace
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_lite.config import GROUPS, SHARDING_STRATEGIES, Config
+from megatron_lite.inherit import inherit
 from megatron_lite.models.zoo import PRESETS
 from megatron_lite.rules import BYTE_VOCABULARY, Problem, flag_name
 from megatron_lite.validate import validate
@@ -41,6 +42,12 @@ ELSEWHERE = {
     "--checkpoint-activations": "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--cpu-offloading": "drop it: --cpu-offloading-num-layers turns it on",
     "--log-throughput": "drop it: the log line always has the throughput",
+    "--save-retain-interval": "use --save-retain N: the newest N checkpoints are kept",
+    "--no-save-rng": "drop it: dropout and data order follow from --seed and the position, there is no random state to save",
+    "--no-load-rng": "drop it: dropout and data order follow from --seed and the position, there is no random state to load",
+    "--exit-on-missing-checkpoint": "drop it: a missing checkpoint is always an error, unless --save names the same folder",
+    "--use-mp-args-from-checkpoint-args": "drop it: every layout loads every checkpoint",
+    "--ckpt-format": "drop it: there is one format, safetensors and a manifest",
     "--exit-signal-handler": "drop it: signals are always handled",
     "--no-create-attention-mask-in-dataloader": "drop it: no mask is ever built",
     "--check-for-nan-in-loss-and-grad": "drop it: a step that is not finite is always found; see --max-consecutive-skips",
@@ -127,12 +134,14 @@ def parse(argv: Sequence[str], world_size: int) -> tuple[Config, list[Problem]]:
     """
     reading = read(argv)
     given = frozenset(reading.values)
-    raw = configure(PRESETS.get(reading.values.get("model"), {}) | reading.values)
+    preset = PRESETS.get(reading.values.get("model"), {})
+    inherited, contradictions = inherit(reading.values, preset)
+    raw = configure(preset | inherited | reading.values)
     config = resolve(raw, given, world_size)
     problems = validate(config, given, world_size)
     # A flag that could not be read is as good as absent; what follows from its absence is not another mistake.
     problems = [p for p in problems if not reading.doubtful & {text.split()[0] for text in p.flags}]
-    return config, reading.problems + problems
+    return config, reading.problems + contradictions + problems
 
 
 def read(argv: Sequence[str]) -> Reading:

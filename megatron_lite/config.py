@@ -253,7 +253,16 @@ class CheckpointConfig:
     load: str | None = flag(None, "folder that the newest checkpoint is read from", type=str)
     save_interval: int | None = flag(None, "iterations between checkpoints (the last iteration is always saved)", type=int,
         alias="--persistent-save-interval")  # fmt: skip
+    save_interval_minutes: float | None = flag(None, "minutes between checkpoints, by rank 0's clock", type=float)
+    save_weights_only_interval: int | None = flag(None, "iterations between copies of the weights alone, in the dtype they are "
+        "trained in, in the folder weights/ under --save", type=int)  # fmt: skip
+    save_retain: int | None = flag(None, "newest checkpoints that are kept; older ones go once it is safe (default: all)",
+        type=int)  # fmt: skip
+    async_save: bool = flag(False, "write checkpoints behind the training: a step waits only for a copy in host memory")
     no_save_optim: bool = flag(False, "save weights only")
+    load_iteration: int | None = flag(None, "iteration to load (default: the newest)", type=int, alias="--ckpt-step")
+    no_verify_checkpoint: bool = flag(False, "load without comparing checksums")
+    use_checkpoint_args: bool = flag(False, "take architecture and tokenizer from the checkpoint in --load")
     no_load_optim: bool = flag(False, "load weights only, keep iteration and data position")
     finetune: bool = flag(False, "load weights only, start at iteration 0")
 

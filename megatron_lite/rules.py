@@ -24,16 +24,16 @@ AT_LEAST_ONE = (
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
     "log_interval pipeline_drain_interval trace_start trace_steps loss_scale_window hysteresis max_consecutive_skips "
-    "fp8_amax_history_len"
+    "fp8_amax_history_len save_weights_only_interval save_retain"
 ).split()
 AT_LEAST_ZERO = (
     "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed "
-    "pipemare_annealing_iters fp8_margin cpu_offloading_num_layers"
+    "pipemare_annealing_iters fp8_margin cpu_offloading_num_layers load_iteration"
 ).split()
 ABOVE_ZERO = (
     "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
     "norm_epsilon init_method_std adam_eps pipeline_memory_limit distributed_timeout_minutes exit_duration_in_mins peak_tflops "
-    "loss_scale initial_loss_scale min_loss_scale"
+    "loss_scale initial_loss_scale min_loss_scale save_interval_minutes"
 ).split()
 SHARES = (
     "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction "
@@ -138,8 +138,9 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("split", lambda s: s.mock_data, "made-up tokens are not split"),
     ("tokenizer_model", lambda s: s.tokenizer_type not in FROM_FILES,
      f"needs --tokenizer-type {' or '.join(FROM_FILES)}"),
-    ("save_interval no_save_optim", lambda s: s.save is None, "needs --save"),
-    ("no_load_optim finetune", lambda s: s.load is None, "needs --load"),
+    ("save_interval save_interval_minutes save_weights_only_interval save_retain async_save no_save_optim",
+     lambda s: s.save is None, "needs --save"),
+    ("no_load_optim finetune load_iteration no_verify_checkpoint use_checkpoint_args", lambda s: s.load is None, "needs --load"),
     ("wandb_exp_name wandb_entity wandb_save_dir", lambda s: s.wandb_project is None, "needs --wandb-project"),
     ("trace_start trace_steps", lambda s: s.trace_dir is None, "needs --trace-dir"),
     ("trace_dir", lambda s: s.pipeline_schedule in ASYNCHRONOUS and s.pipeline_model_parallel_size != 1,

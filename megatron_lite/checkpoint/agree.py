@@ -27,7 +27,11 @@ class CheckpointError(ReportedError):
 
     def __reduce__(self):
         # The default would rebuild the error from its text and lose the list; errors travel between processes.
-        return CheckpointError, (self.headline, self.problems)
+        return type(self), (self.headline, self.problems)
+
+
+class DamagedCheckpoint(CheckpointError):
+    """The bytes of a checkpoint are not those that were written, or not there: an older one may serve."""
 
 
 def problems_of(error: Exception) -> list[str]:
@@ -43,20 +47,23 @@ def agree(work: Callable[[], T], axis: Axis, doing: str) -> list[T]:
     """Run `work` here and on every rank of `axis`; return what all of them returned, in group order. Collective.
 
     `work` must hold no collective. If it raises on any rank, every rank raises one CheckpointError that names the ranks
-    and causes, so that nobody waits for a rank that gave up and nobody goes on as if all were well.
+    and causes, so that nobody waits for a rank that gave up and nobody goes on as if all were well. It is a
+    DamagedCheckpoint if that is all that any rank found.
     """
     value, found, cause = None, [], None
     try:
         value = work()
     except Exception as error:  # whatever it is, the other ranks have to hear of it
         found, cause = problems_of(error), error
-    answers = gather_objects((found, value), axis)
-    raise_together([problems for problems, _ in answers], axis, doing, cause)
-    return [value for _, value in answers]
+    answers = gather_objects((found, isinstance(cause, DamagedCheckpoint), value), axis)
+    kind = DamagedCheckpoint if all(damaged for problems, damaged, _ in answers if problems) else CheckpointError
+    raise_together([problems for problems, _, _ in answers], axis, doing, cause, kind)
+    return [value for _, _, value in answers]
 
 
-def raise_together(found: list[list[str]], axis: Axis, doing: str, cause: Exception | None = None) -> None:
-    """One CheckpointError of all ranks' problems (in group order), the same on each; nothing if there are none."""
+def raise_together(found: list[list[str]], axis: Axis, doing: str, cause: Exception | None = None,
+                   kind: type[CheckpointError] = CheckpointError) -> None:  # fmt: skip
+    """One error of all ranks' problems (in group order), the same on each; nothing if there are none."""
     ranks_of: dict[str, list[int]] = {}
     for rank, problems in zip(axis.ranks, found, strict=True):
         for problem in problems:
@@ -64,7 +71,7 @@ def raise_together(found: list[list[str]], axis: Axis, doing: str, cause: Except
             if rank not in ranks:  # one tensor may be asked for block by block
                 ranks.append(rank)
     if ranks_of:
-        raise CheckpointError(f"{doing} failed", [f"{name_ranks(r)}: {p}" for p, r in sorted(ranks_of.items())]) from cause
+        raise kind(f"{doing} failed", [f"{name_ranks(r)}: {p}" for p, r in sorted(ranks_of.items())]) from cause
 
 
 def name_ranks(ranks: list[int]) -> str:

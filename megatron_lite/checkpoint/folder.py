@@ -14,12 +14,13 @@ import fcntl
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.checkpoint.agree import CheckpointError, agree
-from megatron_lite.checkpoint.manifest import NAME, Manifest, to_text
+from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint, agree, problems_of
+from megatron_lite.checkpoint.manifest import NAME, Manifest, read_manifest, to_text
 from megatron_lite.comm.mesh import Mesh
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -40,14 +41,15 @@ def iteration_name(iteration: int) -> str:
 
 
 def iteration_folder(directory: str | os.PathLike, iteration: int) -> Path:
-    """Where iteration `iteration` lies. Raises CheckpointError if it is not there or has no manifest."""
+    """Where iteration `iteration` lies. Raises CheckpointError if it is not there, DamagedCheckpoint without a manifest."""
     folder = Path(directory) / iteration_name(iteration)
     # A run killed between the two renames of a replacement leaves the replaced folder, whole, under its other name.
     for path in (folder, folder.with_name(REPLACED + folder.name)):
         if (path / NAME).is_file():
             return path
-    what = "has no manifest" if folder.is_dir() else "does not exist"
-    raise CheckpointError(f"checkpoint folder {folder} {what}")
+    if folder.is_dir():
+        raise DamagedCheckpoint(f"checkpoint folder {folder} has no manifest")
+    raise CheckpointError(f"checkpoint folder {folder} does not exist")
 
 
 def complete_iterations(directory: str | os.PathLike) -> list[int]:
@@ -79,7 +81,7 @@ def find_latest(directory: str | os.PathLike) -> int | None:
     try:
         iteration_folder(directory, int(text))
     except CheckpointError as error:
-        raise CheckpointError(f"{error}, but {tracker} names it") from error
+        raise type(error)(f"{error}, but {tracker} names it") from error
     return int(text)
 
 
@@ -108,7 +110,10 @@ def choose(load_dir: str | None, save_dir: str | None, iteration: int | None) ->
     if load_dir is None:
         return Choice(None, None, "no checkpoint to load: starting from initial weights")
     if iteration is None:
-        iteration = find_latest(load_dir)
+        try:
+            iteration = find_latest(load_dir)
+        except DamagedCheckpoint as error:
+            return next_older(load_dir, int((Path(load_dir) / TRACKER).read_text()), error)
     else:
         iteration_folder(load_dir, iteration)
     if iteration is not None:
@@ -117,6 +122,27 @@ def choose(load_dir: str | None, save_dir: str | None, iteration: int | None) ->
         return Choice(None, None, f"{load_dir} holds no checkpoint yet: STARTING FRESH from initial weights")
     what = "holds no checkpoint" if os.path.exists(load_dir) else "does not exist"
     raise CheckpointError(f"--load {load_dir} {what} (starting fresh there needs --save with the same path)")
+
+
+def older(choice: Choice, error: DamagedCheckpoint, mesh: Mesh) -> Choice:
+    """The complete checkpoint before one that turned out to be damaged, decided on one rank and told to all. Collective.
+
+    Raises a CheckpointError that names the damage where there is none: never a fresh start.
+    """
+    first = mesh.world.rank == 0
+    work = (lambda: next_older(choice.directory, choice.iteration, error)) if first else (lambda: None)
+    answer = agree(work, mesh.world, "choosing an older checkpoint")[0]
+    return answer._replace(says=f"{choice.says}\n{answer.says}")
+
+
+def next_older(load_dir: str, damaged: int, error: DamagedCheckpoint) -> Choice:
+    """The decision of `older`, on one rank."""
+    before = [iteration for iteration in complete_iterations(load_dir) if iteration < damaged]
+    if not before:
+        end = f"{load_dir} holds no older checkpoint to go on from"
+        raise CheckpointError("no checkpoint is whole", [*problems_of(error), end]) from error
+    return Choice(load_dir, before[-1], f"iteration {damaged} is DAMAGED and is skipped: {error}\n"
+                  f"loading iteration {before[-1]} from {load_dir}")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -182,6 +208,32 @@ def publish(directory: Path, staging: Path, manifest: Manifest) -> Path:
     sync_folder(directory)
     discard(replaced)
     return final
+
+
+def retire(directory: Path, keep: int, newest: int) -> None:
+    """Remove checkpoints older than `newest`, which is safe, but for the last `keep - 1` that are complete.
+
+    Later iterations belong to a run that this one branched off from: they are nobody's to remove here. A folder loses
+    its name first: a kill halfway leaves no half checkpoint. What cannot be removed is a warning: the new one is safe.
+    """
+    before = [iteration for iteration in complete_iterations(directory) if iteration < newest]
+    whole = [iteration for iteration in before if has_all_files(iteration_folder(directory, iteration))]
+    for iteration in sorted(set(before) - set(whole[max(0, len(whole) - keep + 1) :])):
+        path = directory / iteration_name(iteration)
+        try:
+            os.rename(path, path.with_name(TEMPORARY + path.name))
+            shutil.rmtree(path.with_name(TEMPORARY + path.name))
+        except OSError as error:
+            warnings.warn(f"--save-retain {keep}: cannot remove {path}: {error.strerror}", stacklevel=2)
+
+
+def has_all_files(folder: Path) -> bool:
+    """Whether the files of a checkpoint are there with the sizes they were written with."""
+    try:
+        files = read_manifest(folder).files
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (CheckpointError, OSError):
+        return False
 
 
 def write_durably(path: Path, text: str) -> None:

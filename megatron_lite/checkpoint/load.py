@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.checkpoint.agree import CheckpointError, agree, raise_together
+from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint, agree, raise_together
 from megatron_lite.checkpoint.boxes import Request, Span, fault_of, overlap, text, uncovered
 from megatron_lite.checkpoint.folder import find_latest, iteration_folder
 from megatron_lite.checkpoint.manifest import Entry, Manifest, Stored, namespace, read_manifest
@@ -33,15 +33,17 @@ def load_checkpoint(
     iteration: int | None = None,
     verify: bool = True,
     strict: bool = True,
+    check: Callable[[dict], None] | None = None,
 ) -> dict:
     """Fill every request from an iteration (None: the latest); return the checkpoint's `meta`. Collective, all ranks.
 
     verify  hold the bytes of every wanted block against its checksum, each block once, dealt out over the ranks
     strict  a tensor of a requested namespace (`model`, `optim/exp_avg`, ...) that no rank asks for is an error
+    check   gets the `meta` before any tensor is looked at; its CheckpointError ends the load on every rank
 
     Besides the targets a rank needs a few MB. Values are converted to the targets' dtypes. Missing, mis-shaped, extra
-    and damaged tensors and files are collected and raised as one CheckpointError on every rank; targets are then
-    undefined.
+    and damaged tensors and files are collected and raised as one CheckpointError on every rank (a DamagedCheckpoint
+    where bytes are not what was written); targets are then undefined.
     """
     requests = list(requests)
     doing = f"loading {'the latest checkpoint' if iteration is None else f'iteration {iteration}'} from {directory}"
@@ -49,7 +51,7 @@ def load_checkpoint(
     work = (lambda: locate(directory, iteration)) if world.rank == 0 else (lambda: None)
     loader = Loader(agree(work, world, doing)[0], requests, verify)
 
-    answers = agree(lambda: loader.prepare(check_sizes=world.rank == 0), world, doing)
+    answers = agree(lambda: loader.prepare(check_sizes=world.rank == 0, check=check), world, doing)
     wanted, extra = loader.merge([answer.wanted for answer in answers], [answer.spaces for answer in answers])
     problems = [answer.problems for answer in answers]
     problems[0] = problems[0] + ([f"tensor {key}: stored, but no rank asks for it" for key in extra] if strict else [])
@@ -86,12 +88,14 @@ class Loader:
         self.manifest: Manifest | None = None
         self.reads: list[Read] = []
 
-    def prepare(self, check_sizes: bool) -> Answer:
+    def prepare(self, check_sizes: bool, check: Callable[[dict], None] | None = None) -> Answer:
         """Read the manifest and plan."""
         self.manifest = read_manifest(self.folder, self.verify)
+        if check:
+            check(self.manifest.meta)
+        if check_sizes and (wrong := size_problems(self.folder, self.manifest)):
+            raise DamagedCheckpoint("files are not as they were written", wrong)
         self.reads, problems = plan(self.manifest, self.requests)
-        if check_sizes:
-            problems += size_problems(self.folder, self.manifest)
         names = {request.key for request in self.requests}
         wanted = sum(1 << i for i, key in enumerate(self.manifest.tensors) if key in names)
         return Answer(wanted, {namespace(name) for name in names}, problems)
@@ -124,7 +128,7 @@ class Loader:
             except CheckpointError as error:
                 problems.append(str(error))
         if problems:
-            raise CheckpointError("reading failed", problems)
+            raise DamagedCheckpoint("reading failed", problems)
 
 
 def plan(manifest: Manifest, requests: Sequence[Request]) -> tuple[list[Read], list[str]]:

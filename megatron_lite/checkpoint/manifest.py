@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_lite.checkpoint.agree import CheckpointError
+from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint
 from megatron_lite.checkpoint.boxes import Span, tiling_fault
 
 NAME = "manifest.json"
@@ -130,8 +130,8 @@ def intact(raw: bytes) -> bool:
 def read_manifest(path: str | os.PathLike, verify: bool = True) -> Manifest:
     """The manifest of an iteration folder (or the path of the JSON file itself).
 
-    Raises CheckpointError, naming the path, if it is missing, not JSON, of another format or a newer version, damaged
-    (`verify` compares its checksum), or names a file outside its own folder.
+    Raises DamagedCheckpoint, naming the path, if it is missing, not JSON, of another format, damaged (`verify` compares
+    its checksum), or names a file outside its own folder; CheckpointError for a newer version.
     """
     path = Path(path)
     path = path / NAME if path.is_dir() or path.suffix != ".json" else path
@@ -139,19 +139,19 @@ def read_manifest(path: str | os.PathLike, verify: bool = True) -> Manifest:
         raw = path.read_bytes()
         body = json.loads(raw)
     except OSError as error:
-        raise CheckpointError(f"cannot read the manifest {path}: {error.strerror}") from error
+        raise DamagedCheckpoint(f"cannot read the manifest {path}: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"the manifest {path} is not JSON: {error}") from error
+        raise DamagedCheckpoint(f"the manifest {path} is not JSON: {error}") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a manifest of format {FORMAT}")
+        raise DamagedCheckpoint(f"{path} is not a manifest of format {FORMAT}")
     if body.get("version") != VERSION:
         raise CheckpointError(f"{path} has format version {body.get('version')}; this program reads version {VERSION}")
     if verify and not intact(raw):
-        raise CheckpointError(f"the manifest {path} is damaged: its checksum does not fit")
+        raise DamagedCheckpoint(f"the manifest {path} is damaged: its checksum does not fit")
     try:
         manifest = parse(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"the manifest {path} is malformed: {type(error).__name__} {error}") from error
+        raise DamagedCheckpoint(f"the manifest {path} is malformed: {type(error).__name__} {error}") from error
     return manifest
 
 

@@ -9,19 +9,20 @@ from pathlib import Path
 
 from megatron_lite.checkpoint.agree import CheckpointError, agree
 from megatron_lite.checkpoint.boxes import Piece
-from megatron_lite.checkpoint.folder import TEMPORARY, clean, discard, iteration_name, locked, publish
+from megatron_lite.checkpoint.folder import TEMPORARY, clean, discard, iteration_name, locked, publish, retire
 from megatron_lite.checkpoint.manifest import Manifest, Written, assemble
 from megatron_lite.checkpoint.shard_file import write_shard
 from megatron_lite.comm.mesh import Mesh
 
 
 def save_checkpoint(
-    directory: str | os.PathLike, iteration: int, pieces: Iterable[Piece], meta: dict, mesh: Mesh
+    directory: str | os.PathLike, iteration: int, pieces: Iterable[Piece], meta: dict, mesh: Mesh, keep: int | None = None
 ) -> Path:
     """Write iteration `iteration` and make it the latest; the folder. Collective over all ranks.
 
     pieces  the blocks this rank owns: over all ranks each element of each tensor once. Iterating must do no collective
     meta    JSON; rank 0's is stored
+    keep    checkpoints that stay, this one counted; older ones are removed once it is safe (None: all stay)
 
     Returns after everything is durable and the tracker names it. If anything fails on any rank (disk full, a block
     missing or given twice), every rank raises one CheckpointError naming rank and cause, the half-written folder is
@@ -35,7 +36,7 @@ def save_checkpoint(
         agree(lambda: prepare(directory, staging, stack) if first else None, mesh.world, doing)
         try:
             reports = agree(lambda: write_own(staging, mesh.world.rank, pieces), mesh.world, doing)
-            work = (lambda: publish(directory, staging, merge(iteration, reports, meta))) if first else (lambda: None)
+            work = (lambda: name_it(directory, staging, merge(iteration, reports, meta), keep)) if first else (lambda: None)
             return agree(work, mesh.world, doing)[0]
         except CheckpointError:
             # All ranks have spoken, so nobody writes there any more.
@@ -63,3 +64,11 @@ def merge(iteration: int, reports: list[tuple[dict[str, int], list[Written]]], m
     """The manifest of all ranks' reports."""
     files = {name: size for own, _ in reports for name, size in own.items()}
     return assemble(iteration, files, (block for _, written in reports for block in written), meta)
+
+
+def name_it(directory: Path, staging: Path, manifest: Manifest, keep: int | None) -> Path:
+    """Make the written files the latest checkpoint, then let go of those that are not kept."""
+    final = publish(directory, staging, manifest)
+    if keep is not None:
+        retire(directory, keep, manifest.iteration)
+    return final

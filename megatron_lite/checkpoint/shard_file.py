@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_lite.checkpoint.agree import CheckpointError
+from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint
 from megatron_lite.checkpoint.boxes import Piece, Span, fault_of, text
 from megatron_lite.checkpoint.manifest import DTYPES, Entry, Stored, Written
 
@@ -103,14 +103,14 @@ def write_all(fd: int, block: memoryview) -> None:
 
 
 class ShardReader:
-    """A file of a checkpoint, open for reading blocks of its tensors. Raises CheckpointError naming the file."""
+    """A file of a checkpoint, open for reading blocks of its tensors. Raises DamagedCheckpoint naming the file."""
 
     def __init__(self, path: Path):
         self.path = path
         try:
             self.fd = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
+            raise DamagedCheckpoint(f"cannot open {path}: {error.strerror}") from error
         try:
             self.entries, self.data = self.read_header()
         except BaseException:
@@ -130,13 +130,13 @@ class ShardReader:
         self.read_into(memoryview(length), 0)
         count = int.from_bytes(length, "little")
         if count > size - 8:
-            raise CheckpointError(f"{self.path} is not a safetensors file")
+            raise DamagedCheckpoint(f"{self.path} is not a safetensors file")
         raw = bytearray(count)
         self.read_into(memoryview(raw), 8)
         try:
             header = json.loads(raw)
         except ValueError as error:
-            raise CheckpointError(f"{self.path} is not a safetensors file: {error}") from error
+            raise DamagedCheckpoint(f"{self.path} is not a safetensors file: {error}") from error
         return header, 8 + count
 
     def read_into(self, target: memoryview, position: int) -> None:
@@ -145,9 +145,9 @@ class ShardReader:
             try:
                 count = os.preadv(self.fd, [target], position)
             except OSError as error:
-                raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
+                raise DamagedCheckpoint(f"cannot read {self.path}: {error.strerror}") from error
             if count == 0:
-                raise CheckpointError(f"{self.path} is truncated")
+                raise DamagedCheckpoint(f"{self.path} is truncated")
             target, position = target[count:], position + count
 
     def position(self, box: Stored, dtype: str) -> int:
@@ -155,12 +155,12 @@ class ShardReader:
         wanted = {"dtype": DTYPES[dtype], "shape": list(box.length)}
         found = self.entries.get(box.key) if isinstance(self.entries, dict) else None
         if found is None:
-            raise CheckpointError(f"{self.path} lacks {box.key}, which the manifest places there")
+            raise DamagedCheckpoint(f"{self.path} lacks {box.key}, which the manifest places there")
         if {name: found.get(name) for name in wanted} != wanted:
-            raise CheckpointError(f"{self.path} holds {box.key} as {found}, the manifest says {wanted}")
+            raise DamagedCheckpoint(f"{self.path} holds {box.key} as {found}, the manifest says {wanted}")
         start, end = found["data_offsets"]
         if end - start != math.prod(box.length) * getattr(torch, dtype).itemsize or start < 0:
-            raise CheckpointError(f"{self.path} holds {box.key} in {end - start} bytes")
+            raise DamagedCheckpoint(f"{self.path} holds {box.key} in {end - start} bytes")
         return self.data + start
 
     def checksum(self, box: Stored, entry: Entry) -> int:

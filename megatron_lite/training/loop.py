@@ -20,9 +20,10 @@ from megatron_lite.training.data import Splits, build_loader
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.ledger import Ledger
 from megatron_lite.training.logging import Interval, Sinks, evaluation_lines, log_line
+from megatron_lite.training.saving import Saver
 from megatron_lite.training.setup import Trainer
 from megatron_lite.training.signals import StopSignal
-from megatron_lite.training.state import Progress, save
+from megatron_lite.training.state import Progress
 from megatron_lite.training.step import StepReport, train_step
 from megatron_lite.training.trace import Tracer
 
@@ -38,8 +39,7 @@ class Run:
                  stop: StopSignal, say: Callable[[str], None]):  # fmt: skip
         self.trainer, self.splits, self.sinks, self.interval = trainer, splits, sinks, interval
         self.progress, self.stop, self.say = progress, stop, say
-        resumed = trainer.config.checkpoint.load == trainer.config.checkpoint.save and progress.iteration > 0
-        self.saved_iteration = progress.iteration if resumed else None
+        self.saver = Saver(trainer, progress, say)
         self.started = time.monotonic()
         self.tracer = Tracer(trainer, progress.iteration) if trainer.recorder else None
         self.ledger = Ledger(trainer) if trainer.config.logging.log_memory else None  # until the first step is over
@@ -55,7 +55,8 @@ class Run:
         except RuntimeError as error:
             if not peer_gone(error):
                 raise
-            saved = f"saved last: iteration {self.saved_iteration}" if self.saved_iteration else "nothing was saved yet"
+            last = self.saver.saved_iteration
+            saved = f"saved last: iteration {last}" if last else "nothing was saved yet"
             raise TrainingError(f"after iteration {self.progress.iteration}: another rank is gone, and has said why unless "
                                 f"the system killed it; {saved}") from error  # fmt: skip
 
@@ -65,18 +66,17 @@ class Run:
             reason = None
             while self.progress.iteration < self.config.train.train_iters and reason is None:
                 self._step(loader)
+                self.saver.poll()
                 self._evaluate_if_due()
                 reason = self._stop_reason()
                 if reason:
                     self.stop.finished()
-                every = self.config.checkpoint.save_interval
-                if every and self.progress.iteration % every == 0:
-                    self._save()
+                self._save(last=False)
         finally:
             loader.close()
         if reason:
             self.say(f"stopping after iteration {self.progress.iteration}: {reason}")
-        self._save()
+        self._save(last=True)
 
     def _step(self, loader: BatchLoader) -> None:
         """One step; of an asynchronous pipeline all steps to its next drain, which are logged one by one when it is there."""
@@ -125,6 +125,7 @@ class Run:
         if number == 1:
             self.say(f"iteration {last} is skipped: {report.fault}")
         if number >= most:
+            self.saver.drain()
             raise TrainingError(
                 f"iterations {last + 1 - most} to {last} had no finite gradient (last loss {report.loss}, norm "
                 f"{report.grad_norm}; {report.fault}): stopping without saving, as --max-consecutive-skips {most} says; "
@@ -168,13 +169,13 @@ class Run:
             return f"--exit-interval {train.exit_interval}"
         return None
 
-    def _save(self) -> None:
-        if self.config.checkpoint.save is None or self.saved_iteration == self.progress.iteration:
-            return
-        if self.interval.skipped_in_a_row or not math.isfinite(self._params_norm()):
-            self.say(f"iteration {self.progress.iteration} is not saved: its gradient or its weights are not finite")
-            return
-        started = time.perf_counter()
-        folder = save(self.trainer, self.progress)
-        self.saved_iteration = self.progress.iteration
-        self.say(f"saved {folder} in {time.perf_counter() - started:.1f} s")
+    def _save(self, last: bool) -> None:
+        """Save what is due; at the end of a run the last iteration, and wait for what is still being written."""
+        full, weights = self.saver.due(self.progress, last)
+        if full or weights:
+            if self.interval.skipped_in_a_row or not math.isfinite(self._params_norm()):
+                self.say(f"iteration {self.progress.iteration} is not saved: its gradient or its weights are not finite")
+            else:
+                self.saver.save(self.progress, full, weights)
+        if last:
+            self.saver.drain()

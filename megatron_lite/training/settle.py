@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_lite.checkpoint.agree import agree
+from megatron_lite.checkpoint.agree import DamagedCheckpoint, agree
 from megatron_lite.checkpoint.folder import decide, iteration_folder
 from megatron_lite.checkpoint.manifest import read_manifest
 from megatron_lite.comm.collectives import gather_objects
@@ -53,11 +53,14 @@ def stored_record(config: Config, mesh: Mesh) -> dict | None:
     """The record in the checkpoint that this run goes on from, on every rank; None where there is none. Collective."""
     if config.checkpoint.finetune:
         return None  # a run of its own
-    choice = decide(config.checkpoint.load, config.checkpoint.save, mesh)
+    choice = decide(config.checkpoint.load, config.checkpoint.save, mesh, config.checkpoint.load_iteration)
     if choice.iteration is None:
         return None
 
     def read() -> dict | None:
-        return read_manifest(iteration_folder(choice.directory, choice.iteration)).meta.get("pipeline")
+        try:
+            return read_manifest(iteration_folder(choice.directory, choice.iteration)).meta.get("pipeline")
+        except DamagedCheckpoint:
+            return None  # `restore` says so, and goes on from an older one
 
     return agree(read if mesh.world.rank == 0 else lambda: None, mesh.world, "reading the checkpoint's pipeline")[0]

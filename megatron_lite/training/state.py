@@ -2,8 +2,8 @@
 
     model/<name>               fp32 master weights (the weights themselves in fp32 and fp64), canonical names
     optim/exp_avg/<name> ...   moments, in parameter space under the same names
-    meta                       configuration, layout, iteration, samples, optimizer steps, loss scale, the pipeline if it was
-                               chosen automatically, versions
+    meta                       configuration, layout, iteration, samples (which is the data's position), optimizer steps, loss
+                               scale, the pipeline if it was chosen automatically, tokenizer's fingerprint, versions
 
 Dropout and data order are functions of seed and position (rng.py, data/samples.py), so there is no generator to store.
 """
@@ -18,21 +18,19 @@ from pathlib import Path
 import torch
 
 import megatron_lite
-from megatron_lite.checkpoint.agree import CheckpointError
+from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint
 from megatron_lite.checkpoint.boxes import Piece, Request, flat_pieces, flat_requests
-from megatron_lite.checkpoint.folder import decide
+from megatron_lite.checkpoint.folder import Choice, decide, older
 from megatron_lite.checkpoint.load import load_checkpoint
 from megatron_lite.checkpoint.save import save_checkpoint
 from megatron_lite.config import Config
 from megatron_lite.optim.scaler import stored
 from megatron_lite.parallel.shard import Shard
+from megatron_lite.tokenizers.fingerprint import fingerprint
+from megatron_lite.training.architecture import check_model
 from megatron_lite.training.setup import Trainer
 
-# Settings under which the same tensors compute something else; no shape shows them.
-FUNCTION = ("num_attention_heads", "kv_channels", "normalization", "norm_epsilon", "swiglu", "openai_gelu",
-            "position_embedding_type")  # fmt: skip
-ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
-        "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")  # fmt: skip
+WEIGHTS = "weights"  # folder, and kind in `meta`, of the checkpoints that nothing can resume from
 
 
 @dataclass(frozen=True)
@@ -67,16 +65,19 @@ def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.S
                 yield prefix, param.shard, param.shape, start, flat[slice(*mine)]
 
 
-def save(trainer: Trainer, progress: Progress) -> Path:
-    """Write a checkpoint and make it the latest. Collective. The folder."""
-    config, mesh = trainer.config, trainer.mesh
-    pieces: list[Piece] = []
+def pieces_of(trainer: Trainer, optim: bool, dtype: torch.dtype | None = None) -> Iterator[Piece]:
+    """What this rank writes. `dtype`: of the pieces (default: as they are held)."""
     # Replicas hold the same bits: the n-th tensor is written by replica n modulo their number.
     replica = trainer.engine.replica
-    for n, held in enumerate(tensors(trainer, not config.checkpoint.no_save_optim)):
+    for n, (prefix, shard, shape, start, flat) in enumerate(tensors(trainer, optim)):
         if n % replica.size == replica.rank:
-            pieces += flat_pieces(*held)
-    meta = {
+            yield from flat_pieces(prefix, shard, shape, start, flat if dtype is None else flat.to(dtype))
+
+
+def meta_of(trainer: Trainer, progress: Progress) -> dict:
+    """What the manifest says besides tensors; JSON."""
+    config, mesh = trainer.config, trainer.mesh
+    return {
         "config": config.as_dict(),
         "layout": {axis: getattr(mesh.grid, axis) for axis in ("tp", "cp", "ep", "dp", "pp")},
         "iteration": progress.iteration,
@@ -86,27 +87,40 @@ def save(trainer: Trainer, progress: Progress) -> Path:
         "loss_scale": stored(trainer.loss_scale) if trainer.scaler.dynamic else None,
         "wandb_id": progress.wandb_id,
         "pipeline": trainer.settled.record,
+        "tokenizer": fingerprint_of(config),
         "versions": {"megatron_lite": megatron_lite.__version__, "torch": torch.__version__,
                      "python": platform.python_version()},
     }  # fmt: skip
-    return save_checkpoint(config.checkpoint.save, progress.iteration, pieces, meta, mesh)
+
+
+def fingerprint_of(config: Config) -> str | None:
+    return fingerprint(config.data.tokenizer_type, config.data.tokenizer_model, config.data.vocab_size)
+
+
+def save(trainer: Trainer, progress: Progress) -> Path:
+    """Write a checkpoint and make it the latest. Collective. The folder."""
+    flags = trainer.config.checkpoint
+    pieces = pieces_of(trainer, not flags.no_save_optim)
+    return save_checkpoint(flags.save, progress.iteration, pieces, meta_of(trainer, progress), trainer.mesh, flags.save_retain)
 
 
 def restore(trainer: Trainer) -> tuple[Progress, str]:
     """Load what the configuration asks for into the trainer; where to go on from, and a line that says what was done."""
-    config, mesh = trainer.config, trainer.mesh
-    choice = decide(config.checkpoint.load, config.checkpoint.save, mesh)
+    config, mesh, flags = trainer.config, trainer.mesh, trainer.config.checkpoint
+    choice = decide(flags.load, flags.save, mesh, flags.load_iteration)
     if choice.iteration is None:
         return Progress(), choice.says
-    weights_only = config.checkpoint.finetune or config.checkpoint.no_load_optim
+    weights_only = flags.finetune or flags.no_load_optim
     requests: list[Request] = []
     for held in tensors(trainer, optim=not weights_only):
         requests += flat_requests(*held)
-    meta = load_checkpoint(choice.directory, requests, mesh, choice.iteration)
-    check_model(config, meta)
+    choice, meta = load(trainer, choice, requests)
+    if meta.get("tokenizer") != fingerprint_of(config) and "tokenizer" in meta:
+        says = f"WARNING: the tokenizer is not that of the checkpoint: {fingerprint_of(config)}, was {meta['tokenizer']}"
+        choice = choice._replace(says=f"{choice.says}\n{says}")
     trainer.optimizer.write_back()
     trainer.engine.parameters_changed()
-    if config.checkpoint.finetune:
+    if flags.finetune:
         return Progress(), choice.says + " (weights only: starting at iteration 0)"
     if not weights_only:
         trainer.optimizer.steps = meta["optimizer_steps"]
@@ -115,11 +129,22 @@ def restore(trainer: Trainer) -> tuple[Progress, str]:
     return Progress(meta["iteration"], *samples), choice.says
 
 
-def check_model(config: Config, meta: dict) -> None:
-    """Refuse weights of another function: the same on every rank. Fine-tuning may change RoPE, to reach further."""
-    stored = meta.get("config", {}).get("model", {})
-    wrong = [f"--{name.replace('_', '-')}: trained with {stored[name]}, now {getattr(config.model, name)}"
-             for name in FUNCTION + (() if config.checkpoint.finetune else ROPE)
-             if name in stored and stored[name] != getattr(config.model, name)]  # fmt: skip
-    if wrong:
-        raise CheckpointError("the checkpoint holds another model, whose tensors have the same shapes", wrong)
+def load(trainer: Trainer, choice: Choice, requests: list[Request]) -> tuple[Choice, dict]:
+    """Fill the requests from the chosen checkpoint, or from an older one if it is damaged and was not asked for by number;
+    what was chosen, and its meta. Collective."""
+    config, flags = trainer.config, trainer.config.checkpoint
+
+    def check(meta: dict) -> None:
+        if meta.get("kind") == WEIGHTS and not flags.finetune:
+            raise CheckpointError(f"{choice.directory} holds weights only (--save-weights-only-interval): resume from the folder "
+                                  "that was given as --save, or start from these weights with --finetune")  # fmt: skip
+        check_model(config, meta)
+
+    while True:
+        verify = not flags.no_verify_checkpoint
+        try:
+            return choice, load_checkpoint(choice.directory, requests, trainer.mesh, choice.iteration, verify, check=check)
+        except DamagedCheckpoint as error:
+            if flags.load_iteration is not None:
+                raise
+            choice = older(choice, error, trainer.mesh)

@@ -15,13 +15,15 @@ import torch
 
 import pretrain_gpt
 from megatron_lite.arguments import parse
+from megatron_lite.checkpoint.load import load_checkpoint
 from megatron_lite.comm import launch
 from megatron_lite.comm.mesh import build_mesh
 from megatron_lite.config import GROUPS
 from megatron_lite.data.indexed import IndexedWriter
 from megatron_lite.rules import flag_name
 from megatron_lite.schedules import ASYNCHRONOUS
-from megatron_lite.training import data, logging, setup
+from megatron_lite.training import architecture, data, logging, setup, state
+from megatron_lite.training.architecture import stored_settings
 from megatron_lite.training.asynchronous import _Stream, _Window, annealing_length, steps_to_drain
 from megatron_lite.training.setup import build_trainer, grid_of
 
@@ -182,6 +184,13 @@ ROWS = {
     "save": ("", SAVE, "files"),
     "load": ("--train-iters 7", LOAD, "loss"),
     "save_interval": (SAVE, "--save-interval 2", "files"),
+    "save_interval_minutes": (SAVE, "--save-interval-minutes 1e-9", "files"),
+    "save_weights_only_interval": (SAVE, "--save-weights-only-interval 2", "files"),
+    "save_retain": (f"{SAVE} --save-interval 1", "--save-retain 1", "files"),
+    "async_save": (f"{SAVE} --save-interval 1", "--async-save", "behind"),
+    "load_iteration": ("--load {tmp}/start --train-iters 7", "--load-iteration 2", "iterations"),
+    "no_verify_checkpoint": ("--load {tmp}/start --train-iters 7", "--no-verify-checkpoint", "verified"),
+    "use_checkpoint_args": ("--load {tmp}/start --train-iters 7", "--use-checkpoint-args", "inherited"),
     "no_save_optim": (SAVE, "--no-save-optim", "files"),
     "no_load_optim": (LOAD, "--no-load-optim", "params"),
     "finetune": (LOAD, "--finetune", "iterations"),
@@ -263,7 +272,7 @@ def files(tmp_path_factory):
         with IndexedWriter(folder / name, np.uint16) as writer:
             for _ in range(50):
                 writer.add_document([*generator.integers(0, 39, 30), 39])
-    flags = f"{TINY} {RUN} --train-iters 4 --save {folder}/start"
+    flags = f"{TINY} {RUN} --train-iters 4 --save {folder}/start --save-interval 2"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before = launch.keep_heap
     launch.keep_heap = lambda: False
@@ -288,11 +297,11 @@ def observe(files, tmp_path, monkeypatch, capsys):
     def run(flags, name):
         folder = tmp_path / name
         folder.mkdir()
-        seen = {"joined": [], "sinks": [], "prefetch": [], "compiled": 0}
+        seen = {"joined": [], "sinks": [], "prefetch": [], "compiled": 0, "verified": [], "inherited": []}
         monkeypatch.setattr(launch, "init_from_env", lambda *args: seen["joined"].append(args) or (0, 1, torch.device("cpu")))
         monkeypatch.setattr(logging, "WandbSink", recorder(seen["sinks"], "wandb"))
         monkeypatch.setattr(logging, "TensorBoardSink", recorder(seen["sinks"], "tensorboard"))
-        loader = setup_loader
+        loader, load, stored = setup_loader, load_checkpoint, stored_settings
 
         def recorded(*args, **options):
             seen["prefetch"].append(options["prefetch"])
@@ -301,6 +310,16 @@ def observe(files, tmp_path, monkeypatch, capsys):
         def compiled(*args, **options):
             seen["compiled"] += 1
 
+        def loaded(directory, requests, mesh, iteration, verify, **options):
+            seen["verified"].append(verify)
+            return load(directory, requests, mesh, iteration, verify, **options)
+
+        def taken(*args):
+            seen["inherited"].append(stored(*args))
+            return seen["inherited"][-1]
+
+        monkeypatch.setattr(state, "load_checkpoint", loaded)
+        monkeypatch.setattr(architecture, "stored_settings", taken)
         monkeypatch.setattr(data, "BatchLoader", recorded)
         monkeypatch.setattr(setup, "compile_elementwise", compiled)
         text = flags.replace("{tmp}/save", str(folder / "save")).replace("{tmp}/other.jsonl", str(folder / "other.jsonl"))
@@ -323,6 +342,9 @@ def observe(files, tmp_path, monkeypatch, capsys):
             "mfu": [round(row["mfu-percent"] / row["throughput"], 6) for row in steps if row["throughput"]],
             "files": sorted(f"{p.relative_to(folder)} {p.stat().st_size if p.suffix == '.safetensors' else ''}"
                             for p in folder.rglob("*")),
+            "behind": out.count("behind the training"),
+            "verified": seen["verified"],
+            "inherited": len(seen["inherited"]),
             "traces": sorted(path.name for path in folder.glob("traces/*")),
             "says": out,
             "ledger": [line.split()[0] for line in out.splitlines() if line.startswith("  activations ")],

@@ -17,7 +17,7 @@ FLOORS = {
     3: "models data tokenizers",
     4: "pipeline optim checkpoint",
     5: "training convert",
-    6: "arguments rules validate pretrain_gpt tools benchmarks",
+    6: "arguments inherit rules validate pretrain_gpt tools benchmarks",
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 LOOSE = {path.stem for path in PACKAGE.glob("*.py")}  # files outside folders; on floors 0 and 6 all stand side by side
@@ -25,7 +25,7 @@ LOOSE = {path.stem for path in PACKAGE.glob("*.py")}  # files outside folders; o
 PURE = {"megatron_lite.models.zoo"}
 # Packages that may be imported inside a function: optional, or heavy and not always needed.
 LAZY = {"wandb", "torch", "transformers", "tokenizers", "sentencepiece", "datasets", "matplotlib", "tqdm", "apex", "amp_C"}
-LAZY_FILES = {"pretrain_gpt"}  # `--help`, `--dry-run` and a bad flag answer without torch
+LAZY_FILES = {"pretrain_gpt", "megatron_lite.inherit"}  # `--help`, `--dry-run` and a bad flag answer without torch
 MAX_FILE, MAX_FUNCTION, MAX_ENTRY = 400, 60, 120
 
 

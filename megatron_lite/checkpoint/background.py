@@ -1,0 +1,151 @@
+"""A save that is written behind the training (`--async-save`).
+
+    start     snapshot to host memory: all that a step waits for          every rank
+    writing   a thread writes and syncs this rank's file                  every rank
+    naming    a thread writes the manifest, renames, moves the tracker    rank 0
+    saved
+
+From one state to the next all ranks go together, in `poll`, which the loop calls between two steps: the threads speak to
+nobody, so that the order of the training's collectives is the same on every rank. File writes, fsync and checksums let go
+of the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+from typing import Generic, TypeVar
+
+import torch
+
+from megatron_lite.checkpoint.agree import CheckpointError, agree
+from megatron_lite.checkpoint.boxes import Piece
+from megatron_lite.checkpoint.folder import TEMPORARY, discard, iteration_name
+from megatron_lite.checkpoint.save import merge, name_it, prepare, write_own
+from megatron_lite.comm import collectives as comm
+from megatron_lite.comm.mesh import Mesh
+
+T = TypeVar("T")
+
+
+class Snapshot:
+    """Host memory for a copy of what a rank saves. It is kept from save to save: fresh memory costs twice the copy."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple, torch.Tensor] = {}
+
+    def take(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """The same pieces with their bytes as they are now; the tensors may change as soon as this returns."""
+        kept, copies, cuda = {}, [], False
+        for p in pieces:
+            key = (p.key, tuple(p.offset), tuple(p.length), p.tensor.dtype)
+            host = self.kept.get(key)
+            if host is None:
+                host = torch.empty(tuple(p.length), dtype=p.tensor.dtype, pin_memory=p.tensor.is_cuda)
+            host.copy_(p.tensor.detach(), non_blocking=p.tensor.is_cuda)
+            cuda = cuda or p.tensor.is_cuda
+            kept[key] = host
+            copies.append(Piece(p.key, p.full_shape, p.offset, p.length, host))
+        if cuda:
+            torch.cuda.current_stream().synchronize()
+        self.kept = kept
+        return copies
+
+
+class Task(Generic[T]):
+    """A function at work in a thread; its value or its error is kept until somebody asks."""
+
+    def __init__(self, work: Callable[[], T]):
+        self.work, self.value, self.error = work, None, None
+        # A daemon: when another rank is gone the process ends without waiting for a checkpoint that cannot be completed.
+        self.thread = Thread(target=self._run, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.value = self.work()
+        except BaseException as error:  # kept for the thread that trains: nothing is lost with this one
+            self.error = error
+
+    @property
+    def over(self) -> bool:
+        return not self.thread.is_alive()
+
+    def result(self) -> T:
+        """Wait for the end. Raises what the function raised."""
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class BackgroundSave:
+    """One save under way, from the copy to the tracker. Constructor and `poll` are collective over all ranks."""
+
+    def __init__(self, directory: str | os.PathLike, iteration: int, pieces: Iterable[Piece], meta: dict, mesh: Mesh,
+                 snapshot: Snapshot, keep: int | None = None):  # fmt: skip
+        """As `save_checkpoint`, but returns once the pieces are copied. `snapshot`: not in use by another save.
+
+        Raises CheckpointError on every rank where the folder cannot be used or the copy cannot be made.
+        """
+        self.directory, self.iteration, self.meta, self.mesh = Path(directory), iteration, meta, mesh
+        self.keep = keep
+        self.staging = self.directory / (TEMPORARY + iteration_name(iteration))
+        self.doing = f"saving iteration {iteration} to {directory}"
+        self.first = mesh.world.rank == 0
+        self.naming, self.stack = False, ExitStack()
+
+        copies: list[Piece] = []
+        agree(lambda: self._prepare() if self.first else None, mesh.world, self.doing)
+        try:
+            agree(lambda: copies.extend(snapshot.take(pieces)), mesh.world, self.doing)
+        except CheckpointError:
+            self._give_up()
+            raise
+        self.task: Task = Task(lambda: write_own(self.staging, mesh.world.rank, copies))
+
+    def _prepare(self) -> None:
+        try:
+            prepare(self.directory, self.staging, self.stack)
+        except BaseException:
+            self.stack.close()
+            raise
+
+    def poll(self, wait: bool = False) -> Path | None:
+        """Go on to what is next if all ranks can; the folder once it is the latest, else None. `wait`: stay until then.
+
+        Raises one CheckpointError on every rank if the save failed on some: the half-written folder is then gone and the
+        previous checkpoint the latest.
+        """
+        while wait or self._all_over():
+            try:
+                answers = agree(self.task.result, self.mesh.world, self.doing)
+            except CheckpointError:
+                self._give_up()
+                raise
+            if self.naming:
+                self.stack.close()
+                return answers[0]
+            self.naming = True
+            self.task = Task(self._publish(answers))
+            if not wait:
+                return None
+        return None
+
+    def _publish(self, reports: list) -> Callable[[], Path | None]:
+        if not self.first:
+            return lambda: None
+        return lambda: name_it(self.directory, self.staging, merge(self.iteration, reports, self.meta), self.keep)
+
+    def _all_over(self) -> bool:
+        busy = torch.tensor([not self.task.over], dtype=torch.float32, device=self.mesh.device)
+        return not comm.all_reduce(busy, self.mesh.world, op="max")
+
+    def _give_up(self) -> None:
+        """All ranks have spoken, so nobody writes there any more."""
+        if self.first:
+            discard(self.staging)
+        self.stack.close()

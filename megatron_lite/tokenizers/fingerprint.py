@@ -1,0 +1,25 @@
+"""A tokenizer as a short text: equal for equal files, wherever they lie."""
+
+import hashlib
+from pathlib import Path
+
+# What decides ids. Chat templates and model weights may lie beside them and change nothing.
+DECIDE = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "*.model", "*.tiktoken")
+
+
+def fingerprint(tokenizer_type: str | None, tokenizer_model: str | None, vocab_size: int | None) -> str | None:
+    """`HuggingFaceTokenizer 32000 5f2c...` (sha256 of its files, 16 digits); None without a tokenizer.
+
+    A file that cannot be read counts as absent: the run has read what it needs of it already.
+    """
+    if tokenizer_type is None:
+        return None
+    digest = hashlib.sha256()
+    if tokenizer_model is not None:
+        path = Path(tokenizer_model)
+        files = sorted({file for pattern in DECIDE for file in path.glob(pattern)}) if path.is_dir() else [path]
+        for file in files:
+            if file.is_file():
+                digest.update(file.name.encode() + b"\0" if path.is_dir() else b"")
+                digest.update(file.read_bytes())
+    return f"{tokenizer_type} {vocab_size} {digest.hexdigest()[:16]}"

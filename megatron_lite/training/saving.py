@@ -1,0 +1,101 @@
+"""When a run saves, what, and how: at once, or behind the training with `--async-save`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from megatron_lite.checkpoint.background import BackgroundSave, Snapshot
+from megatron_lite.checkpoint.boxes import Piece
+from megatron_lite.checkpoint.save import save_checkpoint
+from megatron_lite.comm import collectives as comm
+from megatron_lite.training.setup import Trainer
+from megatron_lite.training.state import WEIGHTS, Progress, meta_of, pieces_of
+
+
+class Saver:
+    """All checkpoints of a run. Every method is collective: all ranks call it at the same point of the run.
+
+    Full checkpoints go to `--save`, copies of the weights to `--save`/weights. Of each kind one is under way at most: the next
+    one waits for it, so that memory holds one copy.
+    """
+
+    def __init__(self, trainer: Trainer, progress: Progress, say: Callable[[str], None]):
+        self.trainer, self.flags, self.say = trainer, trainer.config.checkpoint, say
+        resumed = self.flags.load == self.flags.save and progress.iteration > 0
+        self.saved_iteration = progress.iteration if resumed else None  # that is safe
+        self.last_started = self.saved_iteration
+        self.clock = time.monotonic()
+        self.snapshots = {"full": Snapshot(), WEIGHTS: Snapshot()}
+        self.running: dict[str, BackgroundSave] = {}
+
+    def due(self, progress: Progress, last: bool) -> tuple[bool, bool]:
+        """(whether to save now, whether to save the weights alone)."""
+        flags, iteration = self.flags, progress.iteration
+        if flags.save is None:
+            return False, False
+        weights = flags.save_weights_only_interval
+        every = flags.save_interval
+        full = last or bool(every and iteration % every == 0) or self._time_is_up()
+        return full and self.last_started != iteration, not last and bool(weights and iteration % weights == 0)
+
+    def _time_is_up(self) -> bool:
+        """Whether --save-interval-minutes have passed on rank 0, whose clock decides for all."""
+        if self.flags.save_interval_minutes is None:
+            return False
+        mesh = self.trainer.mesh
+        passed = time.monotonic() - self.clock >= 60 * self.flags.save_interval_minutes
+        answer = torch.tensor([passed], dtype=torch.float32, device=mesh.device)
+        return bool(comm.broadcast(answer, mesh.world))
+
+    def save(self, progress: Progress, full: bool, weights: bool) -> None:
+        """Save what is due: to the end, or with --async-save until it is copied."""
+        meta = meta_of(self.trainer, progress)
+        if full:
+            self.clock, self.last_started = time.monotonic(), progress.iteration
+            pieces = pieces_of(self.trainer, not self.flags.no_save_optim)
+            self._save("full", self.flags.save, pieces, meta, self.flags.save_retain)
+        if weights:
+            dtype = getattr(torch, self.trainer.config.precision.dtype_name)
+            pieces = pieces_of(self.trainer, False, dtype)
+            self._save(WEIGHTS, os.path.join(self.flags.save, WEIGHTS), pieces, meta | {"kind": WEIGHTS}, None)
+
+    def _save(self, kind: str, directory: str, pieces: Iterable[Piece], meta: dict, keep: int | None) -> None:
+        mesh, iteration = self.trainer.mesh, meta["iteration"]
+        started = time.perf_counter()
+        if not self.flags.async_save:
+            folder = save_checkpoint(directory, iteration, pieces, meta, mesh, keep)
+            self._saved(kind, iteration, folder, f"in {time.perf_counter() - started:.1f} s")
+            return
+        self._finish(kind)
+        self.running[kind] = BackgroundSave(directory, iteration, pieces, meta, mesh, self.snapshots[kind], keep)
+        self.say(f"iteration {iteration} is copied in {time.perf_counter() - started:.1f} s and being written to {directory}")
+
+    def poll(self) -> None:
+        """Between two steps: bring what is being written further, if all ranks can. Raises CheckpointError if it failed."""
+        for kind, save in list(self.running.items()):
+            self._advance(kind, save, wait=False)
+
+    def drain(self) -> None:
+        """Wait until everything is written. Raises CheckpointError if something could not be."""
+        for kind in list(self.running):
+            self._finish(kind)
+
+    def _finish(self, kind: str) -> None:
+        if kind in self.running:
+            self._advance(kind, self.running[kind], wait=True)
+
+    def _advance(self, kind: str, save: BackgroundSave, wait: bool) -> None:
+        folder = save.poll(wait)
+        if folder is not None:
+            del self.running[kind]
+            self._saved(kind, save.iteration, folder, "behind the training")
+
+    def _saved(self, kind: str, iteration: int, folder: Path, how: str) -> None:
+        if kind == "full":
+            self.saved_iteration = iteration
+        self.say(f"saved {folder} {how}")
