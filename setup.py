@@ -42,6 +42,7 @@ setup(
             "megatron-trace = tools.trace:main",
             "megatron-generate = tools.generate:main",
             "megatron-evaluate = tools.evaluate:main",
+            "megatron-convert-checkpoint = tools.convert_checkpoint:main",
         ]
     },
 )

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, fields, replace
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_lite.config import GROUPS, Config
+from megatron_lite.config import GROUPS, SHARDING_STRATEGIES, Config
 from megatron_lite.models.zoo import PRESETS
 from megatron_lite.rules import BYTE_VOCABULARY, Problem, flag_name
 from megatron_lite.validate import validate
@@ -31,6 +31,8 @@ ELSEWHERE = {
     "--use-mcore-models": "drop it: there is one model implementation",
     "--use-legacy-models": "drop it: there is one model implementation",
     "--overlap-grad-reduce": "drop it: gradients are reduced inside the backward unless --no-overlap-grad-reduce",
+    "--overlap-param-gather": "drop it: parameters are gathered ahead of their use unless --no-overlap-param-gather",
+    "--use-megatron-fsdp": "drop it: --zero-stage, or --data-parallel-sharding-strategy, alone says what is sharded",
     "--accumulate-allreduce-grads-in-fp32": "drop it: gradients are always summed in fp32",
     "--attention-softmax-in-fp32": "drop it: softmax is always in fp32",
     "--calculate-per-token-loss": "drop it: the loss is always the mean over all tokens of the step",
@@ -227,11 +229,11 @@ def _unreadable(field: Field, flag: str, words: list[str]) -> Problem:
         return Problem(
             shown,
             f"needs a value: {field.metadata['help']}",
-            f"one of {', '.join(_choices(field))}" if _choices(field) else "",
+            f"one of {', '.join(map(str, _choices(field)))}" if _choices(field) else "",
         )
     if len(words) > 1 and "nargs" not in field.metadata:
         return Problem(shown, f"takes one value, {len(words)} were given", "quote a value that has blanks in it")
-    if choices := _choices(field):
+    if choices := [str(choice) for choice in _choices(field) or ()]:
         close = difflib.get_close_matches(words[0].lower(), [c.lower() for c in choices], n=3)
         nearby = [choice for choice in choices if choice.lower() in close]
         return Problem(shown, "is not one of the choices", f"nearest values that work: {', '.join(nearby or choices)}")
@@ -282,9 +284,12 @@ def resolve(config: Config, given: Iterable[str], world_size: int) -> Config:
     iterations = train.train_iters
     if iterations is None and train.train_samples and batch and batch > 0:
         iterations = train.train_samples // batch
+    parallel = config.parallel
+    if parallel.data_parallel_sharding_strategy is not None:
+        parallel = replace(parallel, zero_stage=SHARDING_STRATEGIES.index(parallel.data_parallel_sharding_strategy))
     train = replace(train, world_size=world, global_batch_size=batch, train_iters=iterations)
     data = replace(config.data, vocab_size=_vocabulary(config.data, given))
-    return replace(config, model=replace(model, **sizes), train=train, data=data)
+    return replace(config, model=replace(model, **sizes), parallel=parallel, train=train, data=data)
 
 
 def _vocabulary(data: Any, given: frozenset[str]) -> int | None:

@@ -12,6 +12,8 @@ from typing import Any
 from megatron_lite.grid import Grid
 from megatron_lite.schedules import EVERY
 
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # their place is the ZeRO stage
+
 
 def flag(default: Any, legend: str, **options: Any) -> Any:
     """A dataclass field that is also a command-line flag.
@@ -108,6 +110,15 @@ class ParallelConfig:
     grad_reduce_dtype: str = flag("fp32", "what gradients travel as between data-parallel ranks; sums are in fp32 either way",
         choices=("fp32", "bf16"), stands_for=("--grad-reduce-in-bf16", "bf16"))  # fmt: skip
     no_overlap_grad_reduce: bool = flag(False, "reduce gradients after the last backward instead of inside it")
+    zero_stage: int = flag(0, "what dp x cp shards: 0 nothing, 1 masters and moments, 2 also gradients, 3 also parameters",
+        choices=(0, 1, 2, 3), stands_for=("--use-distributed-optimizer", 1))  # fmt: skip
+    data_parallel_sharding_strategy: str | None = flag(None, "--zero-stage by Megatron's names: 0, 1, 2, 3 in this order",
+        type=str, choices=SHARDING_STRATEGIES)  # fmt: skip
+    zero_replica_size: int = flag(1, "complete copies of what ZeRO shards (hybrid shard); dp x cp / this many ranks share one",
+        alias="--num-distributed-optimizer-instances")  # fmt: skip
+    no_overlap_param_gather: bool = flag(False, "gather parameters when they are needed instead of ahead of it")
+    zero_prefetch_limit: int = flag(1, "units (layers) whose parameters are gathered ahead, and whose gradients of --zero-stage "
+        "2 and 3 are on their way, at once")  # fmt: skip
     ddp_bucket_size: int | None = flag(None, "parameters per gradient bucket (default: one transformer layer each)", type=int)
     distributed_backend: str | None = flag(None, "nccl or gloo (default: nccl with CUDA, gloo without)", type=str,
         choices=("nccl", "gloo"))  # fmt: skip
@@ -297,7 +308,8 @@ class Config:
     @property
     def grid(self) -> Grid:
         """The run's grid; the world size is filled in by `arguments.resolve`."""
-        return Grid(tp=self.parallel.tp, dp=self.data_parallel_size, pp=self.parallel.pp)
+        return Grid(tp=self.parallel.tp, dp=self.data_parallel_size, pp=self.parallel.pp,
+                    zero_replicas=self.parallel.zero_replica_size)  # fmt: skip
 
     @property
     def data_parallel_size(self) -> int:

@@ -17,6 +17,7 @@ class Grid:
     """Sizes of the five axes. `world_size` = tp * cp * dp * pp.
 
     `mirrored`: a pipeline runs both ways (DualPipe), so that its ranks r and p-1-r hold the same stages.
+    `zero_replicas`: copies of what ZeRO shards.
     """
 
     tp: int = 1
@@ -25,6 +26,7 @@ class Grid:
     dp: int = 1
     pp: int = 1
     mirrored: bool = False
+    zero_replicas: int = 1
 
     @property
     def world_size(self) -> int:
@@ -57,6 +59,19 @@ class Grid:
             where = self.coordinates(rank)
             found.setdefault(tuple(where[a] for a in ("tp", "cp", "dp", "pp") if a not in axes), []).append(rank)
         return sorted(found.values())
+
+    def zero_groups(self) -> tuple[list[list[int]], list[list[int]]]:
+        """(ranks that share one copy of the model state, ranks that hold the same part of it).
+
+        Each dp x cp group is cut into `zero_replicas` runs of neighbours: a copy stays within a node where it can.
+        dp 4, 2 replicas: shards [0, 1] [2, 3], replicas [0, 2] [1, 3].
+        """
+        shards, replicas = [], []
+        for group in self.groups("dp", "cp"):
+            size = len(group) // self.zero_replicas
+            shards += [group[at : at + size] for at in range(0, len(group), size)]
+            replicas += [group[at::size] for at in range(size)]
+        return shards, replicas
 
     def _expert_groups(self) -> list[list[int]]:
         found: dict[tuple[int, int, int], list[int]] = {}

@@ -20,7 +20,7 @@ AT_LEAST_ONE = (
     "max_position_embeddings rope_original_max_position make_vocab_size_divisible_by tensor_model_parallel_size "
     "pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
     "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-    "ddp_bucket_size recompute_num_layers "
+    "ddp_bucket_size recompute_num_layers zero_replica_size zero_prefetch_limit "
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
     "log_interval pipeline_drain_interval trace_start trace_steps loss_scale_window hysteresis max_consecutive_skips "
@@ -54,6 +54,7 @@ CONFLICTS = (
     ("loss_scale", "min_loss_scale", CONSTANT),
     ("loss_scale", "loss_scale_window", CONSTANT),
     ("loss_scale", "hysteresis", CONSTANT),
+    ("zero_stage", "data_parallel_sharding_strategy", "both set what is sharded"),
     ("train_iters", "train_samples", "both set the length of the run"),
     ("lr_decay_iters", "lr_decay_samples", "both set the length of the decay"),
     ("lr_warmup_iters", "lr_warmup_samples", "both set the length of the warm-up"),
@@ -109,6 +110,12 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("recompute_method recompute_num_layers", lambda s: s.recompute_granularity != "full",
      "needs --recompute-granularity full"),
     ("recompute_modules", lambda s: s.recompute_granularity != "selective", "needs --recompute-granularity selective"),
+    ("zero_stage data_parallel_sharding_strategy", lambda s: s.dp == 1 and s.zero_stage,
+     "needs more than one data-parallel rank, here dp = 1"),
+    ("zero_replica_size no_overlap_param_gather zero_prefetch_limit", lambda s: not s.zero_stage,
+     "needs --zero-stage 1, 2 or 3"),
+    ("zero_prefetch_limit", lambda s: s.no_overlap_param_gather and (s.zero_stage == 1 or s.no_overlap_grad_reduce),
+     "nothing is gathered ahead or reduced in the background"),
     ("rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
      lambda s: s.position_embedding_type != "rope", "needs --position-embedding-type rope"),
     ("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position",

@@ -50,8 +50,8 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
-    for rules in (_attention, _positions, _layout, _batch, _pipeline, _asynchronous, _activations, _scale, _fp8, _rate, _warmup,
-                  _data):  # fmt: skip
+    for rules in (_attention, _positions, _layout, _zero, _batch, _pipeline, _asynchronous, _activations, _scale, _fp8, _rate,
+                  _warmup, _data):  # fmt: skip
         problems += rules(values)
     return problems
 
@@ -122,6 +122,24 @@ def _layout(s: Values) -> Iterator[Problem]:
             tensor_model_parallel_size=nearest(tp, lambda n: heads % n == 0 and (n % groups == 0 or groups % n == 0)),
         )
         yield about(s, "num_query_groups tensor_model_parallel_size", "neither is a multiple of the other", fix)
+
+
+def _zero(s: Values) -> Iterator[Problem]:
+    """Copies of a sharded model state, and what is gathered at a time."""
+    if not s.zero_stage or not have(s.dp) or s.dp == 1:
+        return
+    if s.pipeline_schedule in ASYNCHRONOUS and s.pipeline_model_parallel_size != 1:
+        text = "contradict each other: an asynchronous pipeline keeps several versions of whole weights"
+        yield about(s, "zero_stage pipeline_schedule", text, "nearest values that work: --zero-stage 0")
+    copies = s.zero_replica_size
+    if have(copies) and (s.dp % copies or copies == s.dp):
+        text = f"{s.dp} data-parallel ranks cannot hold {copies} equal, sharded copies"
+        works = nearest(copies, lambda n: s.dp % n == 0 and n < s.dp)
+        yield about(s, "zero_replica_size", text, nearest_values(zero_replica_size=works))
+    if s.zero_stage == 3 and have(s.ddp_bucket_size):
+        stage = "zero_stage" if s.data_parallel_sharding_strategy is None else "data_parallel_sharding_strategy"
+        text = "contradict each other: stage 3 gathers and frees a layer at a time"
+        yield about(s, f"{stage} ddp_bucket_size", text, "drop --ddp-bucket-size")
 
 
 def _cut(s: Values, tp: int) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from megatron_lite.schedules import ASYNCHRONOUS, EVERY, build_schedule, schedul
 from megatron_lite.schedules.actions import Action, Placement, ScheduleError
 from megatron_lite.schedules.advice import schedule_warnings
 from megatron_lite.schedules.asynchronous import weights_text
-from megatron_lite.schedules.auto import choose
+from megatron_lite.schedules.auto import Cut, choose
 from megatron_lite.schedules.check import check
 from megatron_lite.schedules.draw import draw
 from megatron_lite.schedules.file import format_file, read_schedule
@@ -120,7 +120,7 @@ def chosen(args: argparse.Namespace) -> Drawn:
     choice = choose(
         args.pp,
         args.microbatches,
-        lambda stages: chunk_costs(*args.costs, max(1, stages // args.pp), args.latency),
+        lambda placement: [Cut(chunk_costs(*args.costs, placement.chunks_per_share, args.latency))],
         args.memory_limit,
         (1, 2) if args.chunks is None else range(1, args.chunks + 1),
     )

@@ -3,6 +3,7 @@
 import torch
 
 from benchmarks.peers.spec import BETAS, CLIP, EPS, INIT_STD, LR, NORM_EPS, ROPE_BASE, WEIGHT_DECAY, Spec
+from megatron_lite.checkpoint.boxes import flat_requests
 from megatron_lite.comm.launch import keep_heap
 from megatron_lite.comm.mesh import build_mesh
 from megatron_lite.config import (
@@ -16,6 +17,7 @@ from megatron_lite.config import (
 )
 from megatron_lite.data.loader import Batch
 from megatron_lite.training.setup import build_trainer, grid_of
+from megatron_lite.training.state import tensors
 from megatron_lite.training.step import train_step
 
 
@@ -33,7 +35,8 @@ def config_of(spec: Spec) -> Config:
         tensor_model_parallel_size=spec.world if spec.group == "tp" else 1, sequence_parallel=spec.group == "tp",
         pipeline_model_parallel_size=spec.world if spec.group == "pp" else 1,
         pipeline_schedule=spec.options.get("schedule", "1f1b"),
-        decoder_first_pipeline_num_layers=split[0], decoder_last_pipeline_num_layers=split[1])  # fmt: skip
+        decoder_first_pipeline_num_layers=split[0], decoder_last_pipeline_num_layers=split[1],
+        zero_stage=spec.options.get("zero_stage", 0))  # fmt: skip
     optimizer = OptimizerConfig(lr=LR, lr_decay_style="constant", weight_decay=WEIGHT_DECAY, clip_grad=CLIP,
                                 adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS)  # fmt: skip
     train = TrainConfig(micro_batch_size=spec.micro_batch, global_batch_size=spec.global_batch, train_iters=1000,
@@ -53,17 +56,14 @@ class Ours:
         config = config_of(spec)
         self.mesh = build_mesh(grid_of(config, spec.world), torch.device("cpu"))
         self.trainer = build_trainer(config, self.mesh)
-        params = [p for bucket in self.trainer.engine.buckets for p in bucket.params]
-        wanted = {hf_name(box.name) for p in params for box in p.shard.boxes}
+        held = list(tensors(self.trainer, optim=False))
+        wanted = {hf_name(box.name) for _, shard, *_ in held for box in shard.boxes}
         weights = spec.load_weights(wanted.__contains__)
-        for param in params:
-            for box in param.shard.boxes:
-                box.of_local(param.data).copy_(box.of_full(weights[hf_name(box.name)]))
-        for state in self.trainer.optimizer.states:  # masters from the exact weights, not from their bf16 rounding
-            for slot, param in zip(state.bucket.layout.slots, state.bucket.params, strict=True):
-                master = state.master[slot.start : slot.start + slot.numel].view(param.shape)
-                for box in param.shard.boxes:
-                    box.of_local(master).copy_(box.of_full(weights[hf_name(box.name)]))
+        for request in (request for part in held for request in flat_requests(*part)):
+            place = tuple(slice(o, o + n) for o, n in zip(request.offset, request.length, strict=True))
+            request.tensor.copy_(weights[hf_name(request.key.removeprefix("model/"))][place])
+        self.trainer.optimizer.write_back()
+        self.trainer.engine.parameters_changed()
 
     def batches(self, ids: torch.Tensor) -> list[Batch]:
         """This rank's microbatches of the step's [global_batch, seq + 1] token ids."""

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -57,8 +57,11 @@ def plan_file(pieces: Sequence[Piece]) -> tuple[dict[str, Piece], bytes]:
     return named, len(raw).to_bytes(8, "little") + raw
 
 
-def write_shard(path: Path, pieces: Sequence[Piece]) -> list[Written]:
+def write_shard(path: Path, pieces: Sequence[Piece], produce: Callable[[Piece], torch.Tensor] | None = None) -> list[Written]:
     """Write the pieces to a new file and fsync it; what was written, with checksums. No file where there is nothing.
+
+    `produce` makes a piece's values when its turn comes, so that one tensor is in memory at a time; the pieces' own
+    tensors then only say dtype and shape (they may be on the meta device).
 
     Raises CheckpointError for pieces that are no blocks of their tensors, OSError naming the file where writing fails.
     """
@@ -72,7 +75,7 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> list[Written]:
         with open(path, "wb", buffering=0) as file:
             write_all(file.fileno(), memoryview(head))
             for key, piece in named.items():
-                crc = write_tensor(file.fileno(), piece.tensor)
+                crc = write_tensor(file.fileno(), piece.tensor if produce is None else produce(piece))
                 box = Stored(path.name, key, tuple(piece.offset), tuple(piece.length), crc)
                 dtype = str(piece.tensor.dtype).removeprefix("torch.")
                 written.append(Written(piece.key, tuple(piece.full_shape), dtype, box))

@@ -25,7 +25,7 @@ from megatron_lite.models.norm import NORMS
 from megatron_lite.models.past import Past
 from megatron_lite.models.rope import cos_sin
 from megatron_lite.offload import HostLayer, Offload, return_before
-from megatron_lite.parallel.shard import Init, Shard, initialise, parameter, whole
+from megatron_lite.parallel.shard import Init, Shard, allocate, initialise, parameter, whole
 from megatron_lite.parallel.tensor import Again, TensorParallel, column_linear
 from megatron_lite.parallel.vocab import cross_entropy, embed, vocab_matrix
 from megatron_lite.parallel.wgrad import WeightGradQueue, give
@@ -114,6 +114,24 @@ class Embedding(nn.Module):
         return dropout(x, self.p, key.generator(x.device, -1, "embedding", role))
 
 
+class Weights:
+    """How a unit's parameters come to be there for its use. Here they always are; under ZeRO the gradient engine puts
+    `optim.zero.UnitParameters` in this place, which all-gathers and frees them where these two are called.
+
+    x is the unit's input or output, and comes back unchanged, so that the backward passes the same places in reverse:
+
+        x = gather(unit, x)     forward: all-gather the unit      backward: free it
+        x = ...                 the unit
+        x = free(unit, x)       forward: free it                  backward: all-gather it again
+    """
+
+    def gather(self, unit: str, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def free(self, unit: str, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 class TransformerStage(nn.Module):
     """The layers `layers` of the model, with the embedding if `first` and the output layer and loss if `last`.
 
@@ -139,13 +157,15 @@ class TransformerStage(nn.Module):
                 init = Init("normal", model.init_method_std)
                 self.head = vocab_matrix(name, vocab_size, padded_size, model.hidden_size, init, tp, tied=model.tied)
         self.angles: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.weights = Weights()
         self.wgrad_queue = WeightGradQueue()
         for param in self.parameters():
             param.wgrad_queue = self.wgrad_queue
 
     def initialise(self, seed: int) -> TransformerStage:
-        """Fill every parameter from (seed, canonical name)."""
+        """Give every parameter memory, and fill it from (seed, canonical name)."""
         for param in self.parameters():
+            allocate(param)
             initialise(param, seed)
         return self
 
@@ -167,6 +187,11 @@ class TransformerStage(nn.Module):
             if self.head is not None:
                 yield "head", [self.head]
 
+    def order(self) -> list[str]:
+        """The units in order of use; `head` is the output layer, whichever unit its weight belongs to."""
+        names = [name for name, _ in self.units()]
+        return names + ["head"] if self.last and self.head is None else names
+
     def uses(self, param: nn.Parameter) -> int:
         """Gradient contributions of a parameter per microbatch: two for an embedding that is also the output layer."""
         return 2 if self.last and self.first and self.head is None and param is self.embedding.weight else 1
@@ -178,19 +203,23 @@ class TransformerStage(nn.Module):
         """
         length = x.shape[1] if self.first else x.shape[0] * (self.tp.axis.size if self.tp.sequence_parallel else 1)
         if self.first:
-            x = self.embedding(x, key, past)
+            x = self._embedded(x, key, past)
         angles = self._angles(length, x.device, past)
         below: HostLayer | None = None  # what the layer before keeps, where that is in host memory
         for span in self.spans:
-            run = partial(self._through, span, angles, key, past)
+            units = [f"layers.{layer.layer}" for layer in self.layers[span.start : span.stop]]
+            for unit in units:
+                x = self.weights.gather(unit, x)
+            run, here = partial(self._through, span, angles, key, past), None
             if span.treatment == RECOMPUTED:
                 x = recompute(run, x)
             elif span.treatment == OFFLOADED and torch.is_grad_enabled():
                 x, here = self.offload.run(run, x)
-                x, below = (x if below is None else return_before(x, below)), here
             else:
                 x = run(x)
-                x, below = (x if below is None else return_before(x, below)), None
+            x, below = (x if below is None else return_before(x, below)), here
+            for unit in reversed(units):
+                x = self.weights.free(unit, x)
         if self.offload is not None:
             self.offload.settle()
         return x
@@ -202,9 +231,23 @@ class TransformerStage(nn.Module):
             x = self.layers[i](x, angles, key, replay and i == span.stop - 1, past)
         return x
 
+    def _embedded(self, tokens: torch.Tensor, key: DropoutKey | None, past: Past | None) -> torch.Tensor:
+        """tokens [b, s] -> [s/tp or s, b, h]"""
+        units = [unit for unit in self.order() if unit.startswith("embed_")]
+        for unit in units:
+            tokens = self.weights.gather(unit, tokens)
+        x = self.embedding(tokens, key, past)
+        for unit in units:
+            x = self.weights.free(unit, x)
+        return x
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[s/tp or s, b, h] -> [s, b, V/tp], on the last stage."""
-        return column_linear(self.norm(x), self.output_weight, None, self.tp)
+        """[s/tp or s, b, h] -> [s, b, V/tp], on the last stage. The head's weight is still there."""
+        x = self.weights.gather("norm", x)
+        x = self.norm(x)
+        x = self.weights.free("norm", x)
+        x = self.weights.gather("head", x)
+        return column_linear(x, self.output_weight, None, self.tp)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, mask: torch.Tensor | None = None,
                 key: DropoutKey | None = None) -> torch.Tensor:  # fmt: skip
@@ -216,8 +259,9 @@ class TransformerStage(nn.Module):
         if not self.last:
             return x
         logits = self.logits(x).flatten(0, 1)  # [s b, V/tp]
-        return cross_entropy(logits, labels.t().flatten(), mask.t().flatten(), self.tp.axis, self.vocab_size,
+        loss = cross_entropy(logits, labels.t().flatten(), mask.t().flatten(), self.tp.axis, self.vocab_size,
                              self.model.label_smoothing)  # fmt: skip
+        return self.weights.free("head", loss)
 
     def _angles(self, length: int, device: torch.device, past: Past | None):
         """cos and sin of the rotary positions 0..length-1, computed once per length, or of each row's next one."""

@@ -1,7 +1,9 @@
 """AdamW and SGD over flat buckets, with fp32 master weights under bf16 and fp16.
 
-    master  fp32 copy of the bucket's parameters (the parameters themselves in fp32 and fp64)
+    master  fp32 copy of the bucket's owned parameters (the parameters themselves in fp32 and fp64)
     moments of the master's dtype and layout
+
+Without ZeRO a rank owns the whole bucket, with it a part: the same code on less memory.
 
 Decay touches only matrices (`Shard.decay`), so a bucket is stepped as runs of equal decay. The kernel is chosen here and
 nowhere else: apex's FusedAdam on CUDA where it is installed from NVIDIA's source, else torch's fused AdamW.
@@ -17,7 +19,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron_lite.config import OptimizerConfig
-from megatron_lite.optim.ddp import FlatBucket
+from megatron_lite.optim.flat import FlatBucket
 
 
 @dataclass
@@ -27,7 +29,6 @@ class BucketState:
     bucket: FlatBucket
     master: torch.Tensor
     moments: dict[str, torch.Tensor]
-    runs: list[tuple[int, int, bool]]  # [start, end) and whether it decays
 
 
 class Optimizer:
@@ -41,26 +42,26 @@ class Optimizer:
         self.states = []
         for bucket in buckets:
             low = bucket.param.dtype in (torch.bfloat16, torch.float16)
-            master = bucket.param.float() if low else bucket.param
+            master = bucket.param_shard.float() if low else bucket.param_shard
             moments = {name: torch.zeros_like(master) for name in names}
-            self.states.append(BucketState(bucket, master, moments, _decay_runs(bucket)))
+            self.states.append(BucketState(bucket, master, moments))
 
     def step(self, lr: float, grad_scale: torch.Tensor) -> None:
         """One update with gradients multiplied by `grad_scale` (clip coefficient / (tokens x loss scale), a scalar tensor)."""
         self.steps += 1
         for state in self.states:
-            state.bucket.grad.mul_(grad_scale.to(state.bucket.grad.dtype))
+            state.bucket.grad_shard.mul_(grad_scale.to(state.bucket.grad_shard.dtype))
         for decays in (True, False):
             self._step_group(lr, self.config.weight_decay if decays else 0.0, decays)
         self.write_back()
 
     def _step_group(self, lr: float, weight_decay: float, decays: bool) -> None:
         """One fused call over all runs of one decay group."""
-        picked = [(state, slice(a, b)) for state in self.states for a, b, d in state.runs if d == decays]
+        picked = [(state, slice(a, b)) for state in self.states for a, b, d in step_runs(state.bucket) if d == decays]
         if not picked:
             return
         params = [state.master[place] for state, place in picked]
-        grads = [state.bucket.grad[place] for state, place in picked]
+        grads = [state.bucket.grad_shard[place] for state, place in picked]
         moments = {name: [state.moments[name][place] for state, place in picked] for name in self.states[0].moments}
         if self.config.optimizer == "adam":
             self._adam(params, grads, moments["exp_avg"], moments["exp_avg_sq"], self.steps, lr, weight_decay, self.config)
@@ -72,25 +73,29 @@ class Optimizer:
 
     def bytes(self) -> dict[str, int]:
         """Bytes this rank holds for masters (where they are separate) and moments."""
-        return {"master": sum(s.master.nbytes for s in self.states if s.master is not s.bucket.param),
+        return {"master": sum(s.master.nbytes for s in self.states if s.master is not s.bucket.param_shard),
                 "moments": sum(m.nbytes for s in self.states for m in s.moments.values())}  # fmt: skip
 
     def write_back(self) -> None:
         """Parameters from the masters, after a step or after a checkpoint was loaded into them."""
         for state in self.states:
-            if state.master is not state.bucket.param:
-                state.bucket.param.copy_(state.master)
+            if state.master is not state.bucket.param_shard:
+                state.bucket.param_shard.copy_(state.master)
 
 
-def _decay_runs(bucket: FlatBucket) -> list[tuple[int, int, bool]]:
-    """The bucket as neighbouring runs of equal decay; alignment gaps go with the run before them."""
+def step_runs(bucket: FlatBucket) -> list[tuple[int, int, bool]]:
+    """What this rank steps: neighbouring runs [start, end) of its part, and whether they decay. Frozen parameters are in
+    none; alignment gaps go with the parameter before them."""
     found: list[tuple[int, int, bool]] = []
     ends = [slot.start for slot in bucket.layout.slots[1:]] + [bucket.layout.size]
-    for slot, end, param in zip(bucket.layout.slots, ends, bucket.params, strict=True):
-        if found and found[-1][2] == param.shard.decay:
-            found[-1] = (found[-1][0], end, found[-1][2])
-        else:
-            found.append((slot.start, end, param.shard.decay))
+    for (slot, param), end in zip(bucket.slots(), ends, strict=True):
+        part = bucket.owned_part(slot.start, end)
+        if part is None or not param.requires_grad:
+            continue
+        start, decays = part[0], param.shard.decay
+        if found and found[-1][1:] == (start, decays):
+            start = found.pop()[0]
+        found.append((start, part[1], decays))
     return found
 
 

@@ -6,7 +6,7 @@ import torch
 
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Axis
-from megatron_lite.optim.ddp import FlatBucket
+from megatron_lite.optim.flat import FlatBucket
 
 ROW = 64  # so few squares lose nothing in fp32
 
@@ -21,19 +21,22 @@ def other_spans(bucket: FlatBucket) -> list[tuple[int, int]]:
     return bucket.spans(lambda param, box: not box.owned or param.shard.tied)
 
 
-def square_sum(buckets: list[FlatBucket], of: str, axis: Axis) -> torch.Tensor:
-    """Sum of squares over all ranks of `axis` of the owned part of each bucket's `of` ("grad" or "param"): fp64 scalar.
+def square_sum(buckets: list[FlatBucket], of: str, *axes: Axis) -> torch.Tensor:
+    """Sum of squares over all ranks of `axes` of the owned part of each bucket's `of` ("grad" or "param"): fp64 scalar.
+    `axes`: tp x pp, and the one that ZeRO shards over.
 
     Exact to fp32 rounding whatever the size: torch's own fp32 norm of a few million values on CPU is off by 1e-4.
     """
     total = torch.zeros((), dtype=torch.float64, device=buckets[0].grad.device)
     for bucket in buckets:
-        flat = getattr(bucket, of)
+        flat = bucket.grad_shard if of == "grad" else bucket.param_shard
         for start, end in owned_spans(bucket):
             total += _square_sum(flat[start:end])
         for start, end in other_spans(bucket):
             total += 0.0 * _square_sum(flat[start:end])  # nothing, or NaN if this rank's copy alone is not finite
-    return comm.all_reduce(total, axis)
+    for axis in axes:
+        comm.all_reduce(total, axis)
+    return total
 
 
 def _square_sum(flat: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,26 @@
-"""The gradient engine: parameters and gradients in flat buckets, and their reduction over data parallel ranks.
+"""The gradient engine: who keeps which part of the model state, and how gradients are summed over data parallel ranks.
 
-    param  [bucket]   model dtype; every parameter is a view of it
-    grad   [bucket]   fp32 (fp64 for fp64 models); every `param.main_grad` is a view of it
+One engine, one switch, --zero-stage. A bucket's gradient is reduce-scattered over the `shard` axis and all-reduced over the
+`replica` axis; without ZeRO the first has size 1 and the second is all of dp x cp.
 
-A bucket is ready when each of its parameters has received all its contributions of the step (microbatches x uses). Its
-all-reduce starts at that moment, inside the last backward; `finish` starts what is left and waits. Since buckets become
-ready in an order that follows from the schedule, all data-parallel ranks start the same reductions in the same order.
+    stage   reduced                          this rank keeps                                    with pipeline stages
+    0       in the last backward             everything
+    1       in the last backward             its part of masters and moments
+    2       in every backward, then freed    its part of gradients too
+    3       in every backward, then freed    its part of parameters too (optim/zero.py)         in the last backward
 
-This is stage 0 (every rank keeps everything). Stages 1 to 3 change what a bucket keeps, not who calls what.
+A bucket is ready when each of its parameters has received all its contributions (microbatches x uses of the step, or the
+uses of one microbatch). Its reduction starts at that moment, inside the backward; `finish` starts what is left and waits.
+Since buckets become ready in an order that follows from the schedule, all data-parallel ranks start the same reductions in
+the same order. At stages 2 and 3 a bucket's full gradient starts at zero, but for the owned part, which starts at the sum
+so far: the reduce-scatter then gives the new sum, with no pass of its own over the shard.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -20,130 +29,213 @@ from torch import nn
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Axis
 from megatron_lite.models.transformer import TransformerStage
-from megatron_lite.optim.buckets import Bucket, layout, runs
-from megatron_lite.parallel.shard import Box
+from megatron_lite.optim.buckets import layout
+from megatron_lite.optim.flat import FlatBucket, box_span, bring, free, is_there, make_bucket
+from megatron_lite.optim.zero import UnitParameters, drop, finish_gather, outdate, start_gather
 
 
-@dataclass
-class FlatBucket:
-    """One bucket's memory and its progress through a step."""
+@dataclass(frozen=True)
+class Sharding:
+    """What the ranks of `shard` divide among them (`stage` of ZeRO); those of `replica` hold the same.
 
-    layout: Bucket
-    params: list[nn.Parameter]
-    param: torch.Tensor
-    grad: torch.Tensor
-    expected: int = 0  # contributions per step
-    arrived: int = 0
-    reduction: comm.Handle | None = field(default=None, repr=False)
+    overlap         reductions start inside the backward
+    overlap_gather  parameters are gathered ahead of their use
+    limit           units gathered ahead, and full gradients on their way, at once
+    pipelined       there are pipeline stages: stage 3 keeps parameters and gradients for the step
+    mirror          the two ranks that hold the same stages (DualPipe)
+    wire_dtype      what gradients travel as between data-parallel ranks; None: as they are
+    """
 
-    def spans(self, wanted) -> list[tuple[int, int]]:
-        """[start, end) of the elements in boxes for which wanted(param, box), neighbours joined."""
-        found = []
-        for slot, param in zip(self.layout.slots, self.params, strict=True):
-            for box in param.shard.boxes:
-                if wanted(param, box):
-                    found.append(_span(slot.start, param, box))
-        return runs(found)
-
-
-def _span(start: int, param: nn.Parameter, box: Box) -> tuple[int, int]:
-    """A box as a flat range: boxes of a local parameter are whole rows of it."""
-    row = param[0].numel()
-    return start + box.local[0] * row, start + (box.local[0] + box.length[0]) * row
+    stage: int = 0
+    shard: Axis = field(default_factory=lambda: Axis("zero_shard"))
+    replica: Axis = field(default_factory=lambda: Axis("zero_replica"))
+    overlap: bool = True
+    overlap_gather: bool = True
+    limit: int = 1
+    pipelined: bool = False
+    mirror: Axis = field(default_factory=lambda: Axis("mirror"))
+    wire_dtype: torch.dtype | None = None
 
 
 class GradientEngine:
-    """Owns the memory of a rank's chunks. `reduce_axis` is dp x cp; `mirror_axis` the two ranks that hold the same stages."""
+    """Owns the memory of a rank's chunks."""
 
-    def __init__(self, chunks: list[TransformerStage], reduce_axis: Axis, tp_axis: Axis, embedding_axis: Axis,
-                 overlap: bool = True, bucket_size: int | None = None, mirror_axis: Axis | None = None,
-                 wire_dtype: torch.dtype | None = None):  # fmt: skip
-        self.wire_dtype = wire_dtype  # what gradients travel as between data-parallel ranks; None: as they are
-        self.axis, self.tp_axis, self.embedding_axis, self.overlap = reduce_axis, tp_axis, embedding_axis, overlap
+    def __init__(self, chunks: list[TransformerStage], sharding: Sharding, tp_axis: Axis, embedding_axis: Axis,
+                 bucket_size: int | None = None, fill: Callable[[nn.Parameter], None] | None = None):  # fmt: skip
+        """`fill` gives each parameter its first values, bucket by bucket; None keeps the values that they have."""
+        self.sharding, self.tp_axis, self.embedding_axis = sharding, tp_axis, embedding_axis
+        self.stage, self.shard, self.replica = sharding.stage, sharding.shard, sharding.replica
+        self.per_microbatch = self.stage == 2 or (self.stage == 3 and not sharding.pipelined)
         self.buckets: list[FlatBucket] = []
         self._owner: dict[nn.Parameter, FlatBucket] = {}
-        self.mirror_axis = mirror_axis or Axis("mirror")
+        self._on_their_way: deque[FlatBucket] = deque()
+        self.mirror_axis, self.wire_dtype = sharding.mirror, sharding.wire_dtype
         # A mirror rank holds the same stages with its chunks swapped: from the first stage on, buckets meet their copies.
         for chunk in chunks if self.mirror_axis.rank == 0 else chunks[::-1]:
-            self._adopt(chunk, bucket_size)
+            self._adopt(chunk, bucket_size, fill)
         self._uses = {p: chunk.uses(p) for chunk in chunks for p in chunk.parameters()}
         copies = [p for p in self._uses if p.shard.name == "embed_tokens.weight"]
         self.tied = copies if chunks[0].model.tied and (len(copies) == 2 or embedding_axis.size > 1) else []
 
-    def _adopt(self, chunk: TransformerStage, bucket_size: int | None) -> None:
-        """Move a chunk's parameters into flat buckets, keeping their values."""
+    def _adopt(self, chunk: TransformerStage, bucket_size: int | None, fill: Callable | None) -> None:
+        """Move a chunk's parameters into flat buckets."""
         params: list[nn.Parameter] = []
         units = []
         for _, unit in chunk.units():
             units.append([(len(params) + i, p.numel()) for i, p in enumerate(unit)])
             params.extend(unit)
-        for bucket in layout(units, self.axis.size, bucket_size):
+        for bucket in layout(units, self.shard.size * self.replica.size, bucket_size):
             mine = [params[slot.index] for slot in bucket.slots]
-            first = mine[0]
-            exact = torch.float64 if first.dtype == torch.float64 else torch.float32
-            flat = FlatBucket(bucket, mine, torch.zeros(bucket.size, dtype=first.dtype, device=first.device),
-                              torch.zeros(bucket.size, dtype=exact, device=first.device))  # fmt: skip
-            for slot, param in zip(bucket.slots, mine, strict=True):
-                place = slice(slot.start, slot.start + slot.numel)
-                flat.param[place].copy_(param.data.flatten())
-                param.data = flat.param[place].view(param.shape)
-                param.main_grad = flat.grad[place].view(param.shape)
-                param.grad_arrived = self._arrived
-                self._owner[param] = flat
+            flat = make_bucket(bucket, mine, self.shard.rank, self.shard.size, self.stage, fill)
             self.buckets.append(flat)
+            for param in mine:
+                self._owner[param] = flat
+                param.grad_arrived = self._arrived
+                if self.stage >= 2:
+                    param.grad_comes = self._comes
+        if self.stage > 0:
+            of_unit = {unit: self._owner[params[0]] for unit, params in chunk.units()}
+            if chunk.last:
+                of_unit["head"] = self._owner[chunk.output_weight]
+            ahead = self.sharding.limit if self.sharding.overlap_gather else 0
+            frees = self.stage == 3 and not self.sharding.pipelined
+            chunk.weights = UnitParameters(chunk, of_unit, self.shard, ahead, frees)
+
+    # ------------------------------------------------------------------------------------------------- gradients
 
     def begin_step(self, microbatches: int) -> None:
-        """Forget the last step's gradients; every parameter now expects `microbatches` (of a chunk) x uses contributions."""
+        """Forget the last step's gradients; count what every bucket will receive from `microbatches` (of a chunk)."""
         for bucket in self.buckets:
+            if self.stage < 2:
+                bucket.grad.zero_()
+            bucket.arrived, bucket.summed = 0, False
+            each = sum(self._uses[p] for p in bucket.params if p.requires_grad)
+            bucket.expected = each if self.per_microbatch else each * microbatches
+
+    def _comes(self, param: nn.Parameter) -> None:
+        """Ahead of a contribution, stages 2 and 3: there must be a full gradient to add it to."""
+        bucket = self._owner[param]
+        if bucket.reduction is not None:
+            self._complete(bucket)
+        if is_there(bucket.grad):
+            return
+        bring(bucket.grad)
+        start, end = bucket.owned
+        if bucket.summed:
+            bucket.grad[:start].zero_()
+            bucket.grad[start:end].copy_(bucket.grad_shard)
+            bucket.grad[end:].zero_()
+        else:
             bucket.grad.zero_()
-            bucket.arrived, bucket.reduction = 0, None
-            bucket.expected = sum(self._uses[p] for p in bucket.params if p.requires_grad) * microbatches
 
     def _arrived(self, param: nn.Parameter) -> None:
         bucket = self._owner[param]
         bucket.arrived += 1
-        if bucket.arrived == bucket.expected and self.overlap:
-            bucket.reduction = comm.start_all_reduce(bucket.grad, self.axis, wire_dtype=self.wire_dtype)
+        if bucket.arrived < bucket.expected:
+            return
+        if self.per_microbatch:
+            bucket.arrived = 0
+            self._reduce(bucket)
+            while len(self._on_their_way) > (self.sharding.limit if self.sharding.overlap else 0):
+                self._complete(self._on_their_way[0])
+        elif self.sharding.overlap:
+            self._reduce(bucket)
+
+    def _reduce(self, bucket: FlatBucket) -> None:
+        """Start the bucket's reduction: its owned part will be the sum over `shard` (of size 1: over `replica`)."""
+        if self.shard.size > 1:
+            bucket.reduction = comm.start_reduce_scatter_into(bucket.grad_shard, bucket.grad, self.shard, self.wire_dtype)
+        else:
+            bucket.reduction = comm.start_all_reduce(bucket.grad_shard, self.replica, wire_dtype=self.wire_dtype)
+        self._on_their_way.append(bucket)
+
+    def _complete(self, bucket: FlatBucket) -> None:
+        bucket.reduction.wait()
+        bucket.reduction, bucket.summed = None, True
+        self._on_their_way.remove(bucket)
+        if self.stage >= 2:
+            free(bucket.grad)
 
     def finish(self) -> None:
-        """After the last backward: gradients are complete sums over dp x cp, mirror ranks, tp copies and tied copies."""
+        """After the last backward: owned gradients are complete sums over dp x cp, mirror ranks, tp copies and tied copies."""
         for bucket in self.buckets:
-            if bucket.reduction is None:
-                bucket.reduction = comm.start_all_reduce(bucket.grad, self.axis, wire_dtype=self.wire_dtype)
-        for bucket in self.buckets:
-            bucket.reduction.wait()
-            bucket.reduction = comm.start_all_reduce(bucket.grad, self.mirror_axis)
-        for bucket in self.buckets:
-            bucket.reduction.wait()
-            bucket.reduction = None
+            if self.stage >= 2 and not (bucket.summed or bucket.reduction or is_there(bucket.grad)):
+                bucket.grad_shard.zero_()  # no contribution: unused or frozen
+            elif bucket.reduction is None and (self.stage < 2 or is_there(bucket.grad)):
+                self._reduce(bucket)
+        while self._on_their_way:
+            self._complete(self._on_their_way[0])
+        if self.shard.size > 1:
+            self._sum_owned(self.replica, self.wire_dtype)
+        self._sum_owned(self.mirror_axis, None)
         self._sum_partial_copies()
         if len(self.tied) == 2:  # both copies on this rank: a pipeline folded into a V, or run both ways
-            first, last = (param.main_grad for param in self.tied)
+            first, last = (self._owner[param].grad_shard for param in self.tied)
             last.copy_(first.add_(last))
         elif self.tied:
-            comm.all_reduce(self.tied[0].main_grad, self.embedding_axis)
+            comm.all_reduce(self._owner[self.tied[0]].grad_shard, self.embedding_axis)
+
+    def _sum_owned(self, axis: Axis, wire_dtype: torch.dtype | None) -> None:
+        """All-reduce the owned parts, one bucket waited for while the next are on their way."""
+        for handle in [comm.start_all_reduce(b.grad_shard, axis, wire_dtype=wire_dtype) for b in self.buckets]:
+            handle.wait()
 
     def _sum_partial_copies(self) -> None:
         """Sum over tp the gradients whose copies each saw a part of the data, in one message.
 
         A block held by c ranks has tp/c different contents (shared KV heads); each has a slot of the message, filled by
-        the ranks that hold it and zero elsewhere. Norms and biases have c = tp: one slot.
+        the ranks that hold it and zero elsewhere. Norms and biases have c = tp: one slot. The ranks of a tp group own the
+        same ranges of equal buffers, so their parts of a block fit.
         """
         tp = self.tp_axis
-        views = [(box, box.of_local(p.main_grad)) for p in self._owner for box in p.shard.boxes if box.partial]
-        if not views or tp.size == 1:
+        if tp.size == 1:
+            return
+        views = [(box, bucket.grad_shard[slice(*part)]) for bucket in self.buckets for slot, param in bucket.slots()
+                 for box in param.shard.boxes if box.partial
+                 if (part := bucket.owned_part(*box_span(slot.start, param, box)))]  # fmt: skip
+        if not views:
             return
         message = views[0][1].new_zeros(sum(v.numel() * (tp.size // box.copies) for box, v in views))
         places, at = [], 0
         for box, view in views:
             mine = at + tp.rank // box.copies * view.numel()
-            places.append(message[mine : mine + view.numel()].view(view.shape))
+            places.append(message[mine : mine + view.numel()])
             places[-1].copy_(view)
             at += view.numel() * (tp.size // box.copies)
         comm.all_reduce(message, tp)
         for (_, view), place in zip(views, places, strict=True):
             view.copy_(place)
 
+    # ------------------------------------------------------------------------------------------------ parameters
+
+    def parameters_changed(self) -> None:
+        """The optimizer, or a checkpoint, has written the owned parts: the full parameters are gathered again, ahead of
+        their use; now, at stages 1 and 2 without overlap."""
+        if self.stage == 0:
+            return
+        for bucket in self.buckets:
+            outdate(bucket, self.stage == 3)
+        if self.stage < 3 and not self.sharding.overlap_gather:
+            self.gather_parameters()
+
+    def gather_parameters(self) -> None:
+        """All full parameters at once, for who reads them outside a forward."""
+        for bucket in reversed(self.buckets):
+            start_gather(bucket, self.shard)
+            finish_gather(bucket)
+
+    @contextmanager
+    def gathered(self, param: nn.Parameter) -> Iterator[None]:
+        """The full parameters of `param`'s bucket, for who reads them outside a forward. Collective over `shard`."""
+        bucket = self._owner[param]
+        absent = not is_there(bucket.param)
+        start_gather(bucket, self.shard)
+        finish_gather(bucket)
+        yield
+        if absent:
+            drop(bucket)
+
     def bytes(self) -> dict[str, int]:
-        """Bytes this rank holds for weights and gradients."""
-        return {"weights": sum(b.param.nbytes for b in self.buckets), "gradients": sum(b.grad.nbytes for b in self.buckets)}
+        """Bytes this rank holds for weights and gradients between steps."""
+        return {"weights": sum((b.param_shard if self.stage == 3 else b.param).nbytes for b in self.buckets),
+                "gradients": sum((b.grad_shard if self.stage >= 2 else b.grad).nbytes for b in self.buckets)}  # fmt: skip

@@ -129,8 +129,9 @@ class Fp8Linear:
     def forward(self, x: torch.Tensor, weight: torch.Tensor, training: bool) -> tuple[torch.Tensor, tuple]:
         """x W^T, and the scales that the backward casts x and W with again. Not in training: no amax is remembered."""
         x8, weight8 = self.x.cast(x.flatten(0, -2), training), self.weight.cast(weight, training)
-        y = product(x8, weight8, x.dtype, fast=True)
-        return y.view(*x.shape[:-1], -1), (x8.scale, weight8.scale)
+        y = x.new_empty(*x.shape[:-1], weight.shape[0])  # not a view: what comes behind a linear adds to it in place
+        y.flatten(0, -2).copy_(product(x8, weight8, x.dtype, fast=True))
+        return y, (x8.scale, weight8.scale)
 
     def cast_grad(self, dy: torch.Tensor) -> Cast:
         return self.dy.cast(dy.flatten(0, -2))

@@ -118,6 +118,11 @@ def draw_full(shape: tuple[int, ...], init: Init, seed: int, name: str) -> torch
     return torch.empty(shape).normal_(0.0, init.std, generator=generator)
 
 
+def allocate(param: torch.nn.Parameter) -> None:
+    """Memory of its own, uninitialised."""
+    param.data = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+
+
 @torch.no_grad()
 def initialise(param: torch.nn.Parameter, seed: int) -> None:
     """Fill a local parameter with its boxes of the full initial tensors: one rank and a thousand start bit-equal."""
@@ -130,7 +135,8 @@ def initialise(param: torch.nn.Parameter, seed: int) -> None:
 
 
 def parameter(shape: tuple[int, ...], shard: Shard, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
-    """An uninitialised local parameter that carries its record."""
-    param = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+    """A local parameter that carries its record. It has a shape but no memory: `allocate`, or the gradient engine, gives it
+    some, so that a model of any size can be described anywhere."""
+    param = torch.nn.Parameter(torch.empty((), dtype=dtype, device=device).expand(shape))
     param.shard = shard
     return param

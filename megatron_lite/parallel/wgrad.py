@@ -45,7 +45,11 @@ def give(param: torch.nn.Parameter, add: AddGrad) -> None:
 
 
 def add_now(param: torch.nn.Parameter, add: AddGrad) -> None:
-    """Accumulate into `param.main_grad` and tell the gradient engine, if there is one, that a contribution arrived."""
+    """Accumulate into `param.main_grad`. The gradient engine, if there is one, hears of it before, if `main_grad` may have
+    no memory yet, and after."""
+    comes: Callable[[torch.nn.Parameter], None] | None = getattr(param, "grad_comes", None)
+    if comes is not None:
+        comes(param)
     add(param.main_grad)
     arrived: Callable[[torch.nn.Parameter], None] | None = getattr(param, "grad_arrived", None)
     if arrived is not None:

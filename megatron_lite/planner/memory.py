@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lite.config import Config
-from megatron_lite.planner.params import rank_parameters
+from megatron_lite.planner.params import chunk_parts, rank_parameters
 from megatron_lite.planner.pipeline import Chunk, Pipeline, pipeline_of
 from megatron_lite.planner.recompute import KEPT, OFFLOADED, Span, spans
 from megatron_lite.schedules.actions import Action
@@ -53,7 +53,8 @@ KEEP_PROBABILITIES_UP_TO = 2048  # tokens, likewise
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One pipeline rank: what each of its tp ranks holds. Sizes in bytes."""
+    """One pipeline rank: what each of its tp ranks holds. Sizes in bytes; `transient` is what ZeRO-2 and 3 bring within a
+    step, full gradients and gathered parameters."""
 
     stage: int
     layers: tuple[range, ...]  # of its chunks
@@ -63,14 +64,31 @@ class StageMemory:
     optimizer: int
     activations: int
     live_microbatches: float
+    transient: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.transient
 
 
-def state_bytes(config: Config) -> tuple[int, int, int]:
-    """(weight, gradient sum, optimizer) bytes per parameter held by a rank."""
+def sharded_bytes(stage: int, ranks: int, weight: float, gradient: float, optimizer: float) -> tuple[float, float, float]:
+    """Of these bytes per parameter, what one of the `ranks` that share them keeps at a ZeRO stage.
+
+    bf16 with fp32 gradients, 2 + 4 + 12: 18, 6 + 12/n, 2 + 16/n, 18/n. Source: Rajbhandari et al. 2020 (arXiv 1910.02054).
+    """
+    shares = [ranks if stage >= sharded_from else 1 for sharded_from in (3, 2, 1)]
+    return tuple(size / n for size, n in zip((weight, gradient, optimizer), shares, strict=True))
+
+
+def state_bytes(config: Config) -> tuple[float, float, float]:
+    """(weight, gradient sum, optimizer) bytes per parameter of its stage that a rank keeps between steps."""
+    parallel = config.parallel
+    ranks = max(config.data_parallel_size // parallel.zero_replica_size, 1)
+    return sharded_bytes(parallel.zero_stage, ranks, *full_state_bytes(config))
+
+
+def full_state_bytes(config: Config) -> tuple[int, int, int]:
+    """(weight, gradient sum, optimizer) bytes per parameter without ZeRO."""
     dtype = config.precision.dtype_name
     exact = EXACT_BYTES[dtype]
     moments = 2 if config.optimizer.optimizer == "adam" else 1
@@ -205,6 +223,38 @@ def end_activation_bytes(config: Config, chunk: Chunk) -> int:
     return size
 
 
+def transient_bytes(config: Config, rank: int, pipeline: Pipeline) -> int:
+    """Bytes of full gradients (ZeRO-2 and 3) and gathered parameters (3) at once on a pipeline rank: those of a unit in use
+    and of --zero-prefetch-limit more on their way. ZeRO-3 with a pipeline holds all of them for the step."""
+    parallel, (weight, gradient, _) = config.parallel, full_state_bytes(config)
+    if parallel.zero_stage < 2:
+        return 0
+    if parallel.zero_stage == 3 and parallel.pp > 1:
+        return (weight + gradient) * rank_parameters(config, rank, pipeline)
+    pair = [(parallel.no_overlap_grad_reduce, gradient)]
+    if parallel.zero_stage == 3:
+        pair.append((parallel.no_overlap_param_gather, weight))
+    total = 0
+    for alone, each in pair:
+        window = 1 if alone else 1 + parallel.zero_prefetch_limit
+        runs = [sum(units[i : i + window]) for units in _units(config, pipeline.chunks(rank)) for i in range(len(units))]
+        total += each * max(runs)
+    if config.model.tied and parallel.pp == 1:
+        total += gradient * _units(config, pipeline.chunks(rank))[0][0]  # from the head's use of it to the embedding's
+    return total
+
+
+def _units(config: Config, chunks: Sequence[Chunk]) -> list[list[int]]:
+    """Parameters of each unit of these chunks, in order of use."""
+    found = []
+    for chunk in chunks:
+        parts = chunk_parts(config, chunk)
+        layers = parts.pop("layers")
+        before = [parts.pop(name) for name in ("embed_tokens", "embed_positions") if name in parts]
+        found.append([*before, *[layers // max(len(chunk.layers), 1)] * len(chunk.layers), *parts.values()])
+    return found
+
+
 def live_microbatches(config: Config) -> list[float]:
     """Per pipeline rank, the most microbatches whose activations are alive at once: counted in the schedule itself."""
     pipeline = pipeline_of(config)
@@ -238,11 +288,12 @@ def stage_memory(config: Config, core: str | None = None, pipeline: Pipeline | N
     pipeline, plan = pipeline or pipeline_of(config), []
     for rank, actions in enumerate(pipeline.actions(pipeline.planned(config.num_microbatches))):
         count, chunks = rank_parameters(config, rank, pipeline), pipeline.chunks(rank)
-        kept = [chunk_bytes(config, chunk, core) for chunk in chunks]
+        of_chunk = [chunk_bytes(config, chunk, core) for chunk in chunks]
         live = peak_live(actions, pipeline.placement.chunks_per_share)
         layers = tuple(chunk.layers for chunk in chunks)
         versions = pipeline.weight_versions(rank, config.num_microbatches)
         extra = _estimate_bytes(config, rank) if pipeline.schedule == "pipemare" else (0, 0)
-        state = (weight * versions + extra[0]) * count, gradient * count, (optimizer + extra[1]) * count
-        plan.append(StageMemory(rank, layers, count, *state, peak_bytes(actions, kept), live))
+        each = weight * versions + extra[0], gradient, optimizer + extra[1]
+        state, activations = (round(size * count) for size in each), peak_bytes(actions, of_chunk)
+        plan.append(StageMemory(rank, layers, count, *state, activations, live, transient_bytes(config, rank, pipeline)))
     return plan

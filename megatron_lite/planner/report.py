@@ -2,6 +2,7 @@
 
 import textwrap
 from functools import partial
+from operator import attrgetter
 
 from megatron_lite.config import Config
 from megatron_lite.grid import Grid
@@ -40,9 +41,11 @@ def draw_grid(grid: Grid) -> str:
 def stage_table(config: Config, pipeline: Pipeline) -> str:
     """Layers, parameters and bytes per rank, a row per pipeline rank."""
     plan = stage_memory(config, pipeline=pipeline)
-    head = ("stage", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "total")
+    head = ("stage", "layers", "parameters", "weights", "gradients", "optimizer", "transient", "activations", "total")
     rows = [head, *_rows(plan)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    if not any(stage.transient for stage in plan):
+        rows = [[cell for cell, name in zip(row, head, strict=True) if name != "transient"] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [_stage_title(config, plan)]
     for row in rows:
         lines.append("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
@@ -159,8 +162,9 @@ def _stage_title(config: Config, plan: list[StageMemory]) -> str:
 
 def _state_legend(config: Config) -> str:
     weight, gradient, optimizer = state_bytes(config)
-    together = f"{weight} + {gradient} + {optimizer} = {weight + gradient + optimizer} bytes per parameter"
-    return f"each row is one rank of the stage; {config.precision.dtype_name}: {together}"
+    together = f"{weight:.4g} + {gradient:.4g} + {optimizer:.4g} = {weight + gradient + optimizer:.4g} bytes per parameter"
+    stage = f", ZeRO-{config.parallel.zero_stage}" if config.parallel.zero_stage else ""
+    return f"each row is one rank of the stage; {config.precision.dtype_name}{stage}: {together}"
 
 
 def _rows(plan: list[StageMemory]) -> list[tuple[str, ...]]:
@@ -179,7 +183,7 @@ def _rows(plan: list[StageMemory]) -> list[tuple[str, ...]]:
 
 
 def _alike(one: StageMemory, other: StageMemory) -> bool:
-    return (one.parameters, one.activations, _counts(one)) == (other.parameters, other.activations, _counts(other))
+    return all(of(one) == of(other) for of in (attrgetter("parameters", "activations", "transient"), _counts))
 
 
 def _counts(stage: StageMemory) -> list[int]:
@@ -192,7 +196,7 @@ def _row(first: StageMemory, last: StageMemory) -> tuple[str, ...]:
     if len(spans) > SPANS:
         spans = [*spans[: SPANS - 2], "...", spans[-1]]
     layers = f"{', '.join(spans)} ({sum(_counts(first))}{'' if first is last else ' each'})"
-    amounts = (first.weights, first.gradients, first.optimizer, first.activations, first.total)
+    amounts = (first.weights, first.gradients, first.optimizer, first.transient, first.activations, first.total)
     return (stages, layers, f"{first.parameters:,}", *map(size, amounts))
 
 

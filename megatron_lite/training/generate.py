@@ -27,6 +27,7 @@ from megatron_lite.config import GROUPS, Config, ModelConfig, ParallelConfig
 from megatron_lite.errors import ReportedError
 from megatron_lite.models.past import Past
 from megatron_lite.models.transformer import TransformerStage
+from megatron_lite.parallel.shard import allocate
 from megatron_lite.parallel.tensor import TensorParallel
 
 
@@ -50,9 +51,10 @@ class Loaded(NamedTuple):
     iteration: int
 
 
-def load_model(directory: str, iteration: int | None = None, mesh: Mesh | None = None) -> Loaded:
+def load_model(directory: str, iteration: int | None = None, mesh: Mesh | None = None,
+               dtype: torch.dtype | None = None) -> Loaded:  # fmt: skip
     """The model of a checkpoint directory (None: its latest iteration) cut over `mesh.tp` (None: alone on the CPU), without a
-    pipeline, in the dtype it was trained in. Collective over the mesh.
+    pipeline, in the dtype it was trained in unless `dtype` is another. Collective over the mesh.
 
     Raises CheckpointError where the checkpoint cannot be read, GenerateError where it does not say what model it holds, or
     tp does not divide it.
@@ -64,11 +66,12 @@ def load_model(directory: str, iteration: int | None = None, mesh: Mesh | None =
     config = config_of(manifest.meta["config"])
     check_cut(config.model, mesh.tp.size)
     here = replace(config, parallel=ParallelConfig(tensor_model_parallel_size=mesh.tp.size))
-    tp = TensorParallel(mesh.tp, False, getattr(torch, config.precision.dtype_name), mesh.device)
+    tp = TensorParallel(mesh.tp, False, dtype or getattr(torch, config.precision.dtype_name), mesh.device)
     model = TransformerStage(config.model, config.data.vocab_size, here.padded_vocab_size,
                              range(config.model.num_layers), True, True, tp)  # fmt: skip
     requests = []
     for param in model.parameters():
+        allocate(param)
         param.data.zero_()  # rows of vocabulary padding are in no checkpoint
         requests += box_requests("model", param.shard, param.data)
     load_checkpoint(directory, requests, mesh, manifest.iteration)

@@ -131,7 +131,8 @@ class Run:
                 "the last checkpoint is untouched. A smaller --lr, or --clip-grad, may help")
 
     def _params_norm(self) -> float:
-        return float(square_sum(self.trainer.engine.buckets, "param", self.trainer.mesh.tp_pp).sqrt())
+        engine = self.trainer.engine
+        return float(square_sum(engine.buckets, "param", self.trainer.mesh.tp_pp, engine.shard).sqrt())
 
     def _evaluate_if_due(self) -> None:
         every = self.config.train.eval_interval

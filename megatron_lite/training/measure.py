@@ -20,6 +20,7 @@ from megatron_lite.comm.p2p import P2P
 from megatron_lite.config import Config
 from megatron_lite.models.compiled import compile_elementwise
 from megatron_lite.models.transformer import TransformerStage
+from megatron_lite.parallel.shard import allocate
 from megatron_lite.parallel.wgrad import add_now, attach_grad_buffers
 from megatron_lite.pipeline.executor import Microbatch
 from megatron_lite.pipeline.stage import build_chunk
@@ -55,6 +56,7 @@ def measure_part(config: Config, mesh: Mesh, part: Chunk, shape: tuple[int, int,
     generator = torch.Generator(mesh.device).manual_seed(config.train.seed)
     stage = build_chunk(config, mesh, part)
     for param in stage.parameters():
+        allocate(param)
         param.data.normal_(0.0, config.model.init_method_std, generator=generator)
     attach_grad_buffers(stage.parameters())
     if config.train.compile:

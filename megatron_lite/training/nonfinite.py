@@ -64,13 +64,16 @@ def _bad_piece(param: nn.Parameter, values: torch.Tensor) -> str | None:
 
 
 def _bad_weight(trainer: Trainer, _: Sequence[Microbatch]) -> Fault | None:
+    found = None
     for number, chunk in enumerate(trainer.chunks):
         stage = trainer.executor.placement.stage(trainer.mesh.pp.rank, number)
         for _, unit in chunk.units():
-            for param in unit:
-                if name := _bad_piece(param, param.data):
-                    return Fault(-1, False, stage, 0, trainer.mesh.rank, f"the weight {name}", _where(trainer))
-    return None
+            with trainer.engine.gathered(unit[0]):  # all ranks take part, whatever they find
+                names = [_bad_piece(param, param.data) for param in unit]
+            if found is None and any(names):
+                name = next(filter(None, names))
+                found = Fault(-1, False, stage, 0, trainer.mesh.rank, f"the weight {name}", _where(trainer))
+    return found
 
 
 class _Look(Watch):
@@ -126,7 +129,7 @@ def _watched_gradients(trainer: Trainer, seen: list[str | None]) -> Iterator[Non
     """Every gradient contribution goes to a scratch buffer, and enters `seen`."""
     params = [param for chunk in trainer.chunks for param in chunk.parameters()]
     scratch = params[0].main_grad.new_zeros(max(param.numel() for param in params))
-    before = [(param.main_grad, param.grad_arrived) for param in params]
+    before = [(param.main_grad, param.grad_arrived, getattr(param, "grad_comes", None)) for param in params]
 
     def arrived(param: nn.Parameter) -> None:
         name = _bad_piece(param, param.main_grad)
@@ -135,9 +138,9 @@ def _watched_gradients(trainer: Trainer, seen: list[str | None]) -> Iterator[Non
 
     for param in params:
         param.main_grad = scratch[: param.numel()].view(param.shape)
-        param.grad_arrived = arrived
+        param.grad_arrived, param.grad_comes = arrived, None
     try:
         yield
     finally:
-        for param, (grad, told) in zip(params, before, strict=True):
-            param.main_grad, param.grad_arrived = grad, told
+        for param, (grad, told, comes) in zip(params, before, strict=True):
+            param.main_grad, param.grad_arrived, param.grad_comes = grad, told, comes

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from megatron_lite.comm.mesh import Mesh
+from megatron_lite.comm.mesh import Axis, Mesh
 from megatron_lite.comm.p2p import P2P
 from megatron_lite.config import Config
 from megatron_lite.errors import ReportedError
@@ -15,9 +16,10 @@ from megatron_lite.grid import Grid
 from megatron_lite.models.compiled import compile_elementwise
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.adamw import Optimizer
-from megatron_lite.optim.ddp import GradientEngine
+from megatron_lite.optim.ddp import GradientEngine, Sharding
 from megatron_lite.optim.scaler import LossScale, LossScaler
 from megatron_lite.parallel.fp8 import require_fp8
+from megatron_lite.parallel.shard import initialise
 from megatron_lite.pipeline.executor import Executor
 from megatron_lite.pipeline.recorder import Recorder, clock_of
 from megatron_lite.pipeline.stage import build_chunks
@@ -53,11 +55,22 @@ def grid_of(config: Config, world_size: int) -> Grid:
     """The grid that the configuration makes of `world_size` ranks; what tp and pp leave is dp."""
     parallel = config.parallel
     mirrored = plainest_pipeline(config.model.num_layers, parallel).placement.mirror(0, 0) is not None
-    return Grid(tp=parallel.tp, pp=parallel.pp, dp=world_size // (parallel.tp * parallel.pp), mirrored=mirrored)
+    dp = world_size // (parallel.tp * parallel.pp)
+    return Grid(tp=parallel.tp, pp=parallel.pp, dp=dp, zero_replicas=parallel.zero_replica_size, mirrored=mirrored)
 
 
 def num_microbatches(config: Config, dp: int) -> int:
     return config.train.global_batch_size // (config.train.micro_batch_size * dp)
+
+
+def sharding_of(config: Config, mesh: Mesh) -> Sharding:
+    """Who keeps which part of the model state."""
+    parallel = config.parallel
+    stage = parallel.zero_stage
+    shard, replica = (mesh.zero_shard, mesh.zero_replica) if stage else (Axis("zero_shard"), mesh.dp_cp)
+    return Sharding(stage, shard, replica, not parallel.no_overlap_grad_reduce, not parallel.no_overlap_param_gather,
+                    parallel.zero_prefetch_limit, parallel.pp > 1, mesh.mirror,
+                    torch.bfloat16 if parallel.grad_reduce_dtype == "bf16" else None)  # fmt: skip
 
 
 def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) -> Trainer:
@@ -73,13 +86,13 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
     m = num_microbatches(config, mesh.dp.size)
     settled = settle_pipeline(config, mesh, m, lambda: costs or measure_costs(config, mesh, p2p, shape))
     pipeline, before = settled.pipeline, memory_in_use(mesh.device)
-    chunks = [chunk.initialise(train.seed) for chunk in build_chunks(config, mesh, pipeline)]
+    chunks = build_chunks(config, mesh, pipeline)
     if train.compile:
         for chunk in chunks:
             compile_elementwise(chunk)
-    engine = GradientEngine(chunks, mesh.dp_cp, mesh.tp, mesh.embedding, not config.parallel.no_overlap_grad_reduce,
-                            config.parallel.ddp_bucket_size, mesh.mirror,
-                            torch.bfloat16 if config.parallel.grad_reduce_dtype == "bf16" else None)  # fmt: skip
+    # Parameters get memory and values bucket by bucket: under ZeRO-3 there is never more of them than a rank's share.
+    engine = GradientEngine(chunks, sharding_of(config, mesh), mesh.tp, mesh.embedding, config.parallel.ddp_bucket_size,
+                            partial(initialise, seed=train.seed))  # fmt: skip
     optimizer = Optimizer(engine.buckets, config.optimizer)
     recorder = Recorder(clock_of(mesh.device)) if config.logging.trace_dir else None
     executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device, recorder)

@@ -19,7 +19,7 @@ import torch
 
 import megatron_lite
 from megatron_lite.checkpoint.agree import CheckpointError
-from megatron_lite.checkpoint.boxes import Piece, Request, box_pieces, box_requests
+from megatron_lite.checkpoint.boxes import Piece, Request, flat_pieces, flat_requests
 from megatron_lite.checkpoint.folder import decide
 from megatron_lite.checkpoint.load import load_checkpoint
 from megatron_lite.checkpoint.save import save_checkpoint
@@ -51,25 +51,31 @@ class Progress:
         return self.consumed_samples - self.skipped_samples
 
 
-def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-    """(prefix, shard record, tensor of the local parameter's shape) of all that training changes."""
+def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.Size, int, torch.Tensor]]:
+    """(prefix, shard record, shape of the local parameter, start, flat elements of it from there) of all that training
+    changes on this rank: every parameter whole, or what ZeRO gives the rank of it."""
     for state in trainer.optimizer.states:
         parts = {"model": state.master}
         if optim:
             parts |= {f"optim/{name}": moment for name, moment in state.moments.items()}
-        for slot, param in zip(state.bucket.layout.slots, state.bucket.params, strict=True):
+        for slot, param in state.bucket.slots():
+            mine = state.bucket.owned_part(slot.start, slot.start + slot.numel)
+            if mine is None:
+                continue
             for prefix, flat in parts.items():
-                yield prefix, param.shard, flat[slot.start : slot.start + slot.numel].view(param.shape)
+                start = mine[0] + state.bucket.owned[0] - slot.start
+                yield prefix, param.shard, param.shape, start, flat[slice(*mine)]
 
 
 def save(trainer: Trainer, progress: Progress) -> Path:
     """Write a checkpoint and make it the latest. Collective. The folder."""
     config, mesh = trainer.config, trainer.mesh
     pieces: list[Piece] = []
-    # Replicas hold the same bits: parameter n is written by data-parallel rank n modulo dp.
-    for n, (prefix, shard, tensor) in enumerate(tensors(trainer, not config.checkpoint.no_save_optim)):
-        if n % mesh.dp_cp.size == mesh.dp_cp.rank:
-            pieces += box_pieces(prefix, shard, tensor)
+    # Replicas hold the same bits: the n-th tensor is written by replica n modulo their number.
+    replica = trainer.engine.replica
+    for n, held in enumerate(tensors(trainer, not config.checkpoint.no_save_optim)):
+        if n % replica.size == replica.rank:
+            pieces += flat_pieces(*held)
     meta = {
         "config": config.as_dict(),
         "layout": {axis: getattr(mesh.grid, axis) for axis in ("tp", "cp", "ep", "dp", "pp")},
@@ -94,11 +100,12 @@ def restore(trainer: Trainer) -> tuple[Progress, str]:
         return Progress(), choice.says
     weights_only = config.checkpoint.finetune or config.checkpoint.no_load_optim
     requests: list[Request] = []
-    for prefix, shard, tensor in tensors(trainer, optim=not weights_only):
-        requests += box_requests(prefix, shard, tensor)
+    for held in tensors(trainer, optim=not weights_only):
+        requests += flat_requests(*held)
     meta = load_checkpoint(choice.directory, requests, mesh, choice.iteration)
     check_model(config, meta)
     trainer.optimizer.write_back()
+    trainer.engine.parameters_changed()
     if config.checkpoint.finetune:
         return Progress(), choice.says + " (weights only: starting at iteration 0)"
     if not weights_only:

@@ -50,12 +50,13 @@ def train_step(trainer: Trainer, batches: Sequence[Batch], iteration: int, sched
         engine.finish()  # sums over dp x cp, mirror ranks, over tp where partial, over the two copies of a tied embedding
     with phase(recorder, "norm"):
         loss, tokens = total(result, mesh)
-        norm = square_sum(engine.buckets, "grad", mesh.tp_pp).sqrt() / (tokens * scale)
+        norm = square_sum(engine.buckets, "grad", mesh.tp_pp, engine.shard).sqrt() / (tokens * scale)
         stepped = bool(torch.isfinite(norm) & torch.isfinite(loss))  # every rank sees the same sums, so all decide alike
     fault = None
     if stepped:
         with phase(recorder, "optimizer"):
             trainer.optimizer.step(lr, clip_coefficient(norm, config.optimizer.clip_grad) / (tokens * scale))
+            engine.parameters_changed()  # ZeRO: all-gathered from here on, each unit ahead of its use
     elif not (torch.isfinite(loss) and trainer.scaler.can_fall(trainer.loss_scale)):
         fault = first_fault(trainer, microbatches)
     trainer.loss_scale = trainer.scaler.after(trainer.loss_scale, found_inf=not stepped)

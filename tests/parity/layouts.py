@@ -5,6 +5,7 @@ import dataclasses
 
 import torch
 
+from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import build_mesh
 from megatron_lite.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainConfig
 from megatron_lite.data.loader import Batch
@@ -59,14 +60,20 @@ def local_batches(config, mesh, step):
     return batches
 
 
+def full(trainer, attribute):
+    """[(parameter, tensor)] of all gradients ("grad") or parameters, gathered where ZeRO shards them: collective."""
+    engine, found = trainer.engine, []
+    for bucket in engine.buckets:
+        flat = comm.all_gather(bucket.grad_shard if attribute == "grad" else bucket.param_shard, engine.shard)
+        found += [(p, flat[slot.start : slot.start + slot.numel].view(p.shape)) for slot, p in bucket.slots()]
+    return found
+
+
 def pieces(trainer, attribute):
     """[(name, full shape, offset, length, tensor)] of what this rank owns of "grad" or "param"."""
     found = []
-    for bucket in trainer.engine.buckets:
-        for param in bucket.params:
-            if param.shard.tied:
-                continue
-            tensor = param.main_grad if attribute == "grad" else param.data
+    for param, tensor in full(trainer, attribute):
+        if not param.shard.tied:
             for box in param.shard.boxes:
                 if box.owned:
                     found.append((box.name, box.full_shape, box.offset, box.length, box.of_local(tensor).detach().clone()))
@@ -75,8 +82,8 @@ def pieces(trainer, attribute):
 
 def copies_agree(trainer):
     """Blocks that tp ranks share, tied copies, stages on two ranks: the same bits on every holder. [(name, offset, values)]"""
-    return [(box.name, box.offset, box.of_local(p.data).flatten().double().tolist())
-            for b in trainer.engine.buckets for p in b.params for box in p.shard.boxes if box.copies > 1 or p.shard.tied
+    return [(box.name, box.offset, box.of_local(tensor).flatten().double().tolist())
+            for p, tensor in full(trainer, "param") for box in p.shard.boxes if box.copies > 1 or p.shard.tied
             or p.shard.name == "embed_tokens.weight" or trainer.mesh.mirror.size > 1]  # fmt: skip
 
 
@@ -93,11 +100,13 @@ def run_steps(trainer, steps):
         report = train_step(trainer, local_batches(trainer.config, trainer.mesh, step), step, step * GLOBAL_BATCH)
         losses.append(report.loss)
         norms.append(report.grad_norm)
-        if not peaks and trainer.mesh.dp.rank == 0:  # the other replicas hold the same
+        if not peaks:
             grads = pieces(trainer, "grad")
         peaks.append(report.result.peak_live)
         held.append(report.result.peak_held)
-    params = pieces(trainer, "param") if trainer.mesh.dp.rank == 0 else []
+    params = pieces(trainer, "param")
+    if trainer.mesh.dp.rank:  # the other replicas hold the same
+        grads = params = []
     return {"losses": losses, "norms": norms, "grads": grads, "params": params, "shared": copies_agree(trainer), "peak": peaks,
             "held": held}  # fmt: skip
 

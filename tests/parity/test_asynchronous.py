@@ -22,7 +22,6 @@ from layouts import (
 from megatron_lite.comm.mesh import build_mesh, single
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.versions import WeightVersions
-from megatron_lite.parallel.shard import initialise
 from megatron_lite.parallel.tensor import TensorParallel
 from megatron_lite.parallel.wgrad import attach_grad_buffers
 from megatron_lite.schedules.asynchronous import most_versions
@@ -93,9 +92,8 @@ class Stage:
         tp = TensorParallel(single().tp, False, dtype, CPU)
         self.module = TransformerStage(model, config.data.vocab_size, config.padded_vocab_size,
                                        range(rank * layers, (rank + 1) * layers), rank == 0, rank == pp - 1, tp)  # fmt: skip
+        self.module.initialise(config.train.seed)
         self.params = list(self.module.parameters())
-        for param in self.params:
-            initialise(param, config.train.seed)
         attach_grad_buffers(self.params)
         self.live = [p.detach().clone().requires_grad_() for p in self.params]
         groups = [{"params": [w for w, p in zip(self.live, self.params, strict=True) if p.shard.decay == decays],

@@ -130,7 +130,9 @@ def state_after(config, **checkpoint):
     trainer = build_trainer(config, build_mesh(grid_of(config, 1), CPU))
     progress, says = restore(trainer)
     parts = {}
-    for prefix, shard, tensor in tensors(trainer, True):
+    for prefix, shard, shape, start, flat in tensors(trainer, True):
+        assert start == 0
+        tensor = flat.view(shape)
         for box in shard.boxes:
             parts[prefix, box.name, box.offset] = box.of_local(tensor).clone()
     return progress, says, trainer.optimizer.steps, parts

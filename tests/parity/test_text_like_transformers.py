@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
-from test_transformers import CASES, VOCAB, gpt2_tensors, hf_gpt2, in_double, llama_tensors, value_of
+from test_transformers import CASES, VOCAB, in_double, reference_of
 
 from megatron_lite.comm.mesh import Axis, single
+from megatron_lite.convert.families import family_of_model
+from megatron_lite.convert.links import our_tensors
 from megatron_lite.models.past import Past
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.parallel.tensor import TensorParallel
@@ -19,21 +21,20 @@ GREEDY = Sampling(0.0)
 
 def both(case):
     """(transformers' model, ours with its weights)"""
-    build, model = CASES[case]
+    model = CASES[case]
     torch.manual_seed(5)
-    reference = in_double(build(model)).eval()
+    reference = in_double(reference_of(model)).eval()
     for p in reference.parameters():
         torch.nn.init.normal_(p, 0.5 if p.dim() == 1 else 0.0, 0.2)
-    gpt = build is hf_gpt2
-    tensors = gpt2_tensors(reference, model.hidden_size) if gpt else llama_tensors(reference)
+    theirs = dict(reference.named_parameters())
+    links = family_of_model(model).links(our_tensors(model, VOCAB), theirs)
+    link_of = {link.box.name: link for link in links if not link.alias}
     tp = TensorParallel(Axis("tp"), False, torch.float64, torch.device("cpu"))
-    ours = TransformerStage(model, VOCAB, 128, range(model.num_layers), True, True, tp)
+    ours = TransformerStage(model, VOCAB, 128, range(model.num_layers), True, True, tp).initialise(1)
     for param in ours.parameters():
-        param.data.zero_()
         for box in param.shard.boxes:
-            value = value_of(tensors[box.name], model.hidden_size)
-            matrix = gpt and value.dim() == 2 and "embed" not in box.name
-            box.of_local(param.data).copy_(box.of_full(value.t() if matrix else value))
+            link = link_of[box.name]
+            box.of_local(param.data).copy_(box.of_full(link.of_theirs(theirs[link.theirs].data)))
     return reference, ours
 
 

@@ -97,7 +97,7 @@ def test_files_exist(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
     for path in re.findall(r"`((?:megatron_lite|tools|tests|examples|benchmarks|docs)/[\w./]*)`", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
-    rooms = "comm|parallel|models|data|optim|planner|schedules|pipeline|training|checkpoint"
+    rooms = "comm|convert|parallel|models|data|optim|planner|schedules|pipeline|training|checkpoint"
     for path in re.findall(rf"`((?:{rooms})/\w+\.py)`", text):
         assert (ROOT / "megatron_lite" / path).exists(), f"{page.name} names {path}"
 

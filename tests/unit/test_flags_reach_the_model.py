@@ -104,6 +104,11 @@ ROWS = {
                                          "--decoder-last-pipeline-num-layers 2", "built"),
     "grad_reduce_dtype": ("ranks 2 only --mock-data --train-iters 3", "--grad-reduce-dtype bf16", "built"),
     "no_overlap_grad_reduce": ("ranks 2", "--no-overlap-grad-reduce", "built"),
+    "zero_stage": ("ranks 2", "--zero-stage 2", "built"),
+    "data_parallel_sharding_strategy": ("ranks 2", "--data-parallel-sharding-strategy optim", "built"),
+    "zero_replica_size": ("ranks 4 --global-batch-size 8 --zero-stage 1", "--zero-replica-size 2", "built"),
+    "no_overlap_param_gather": ("ranks 2 --zero-stage 1", "--no-overlap-param-gather", "built"),
+    "zero_prefetch_limit": ("ranks 2 --zero-stage 3", "--zero-prefetch-limit 2", "built"),
     "ddp_bucket_size": ("ranks 2", "--ddp-bucket-size 100000", "built"),
     "distributed_backend": ("", "--distributed-backend gloo", "joined"),
     "distributed_timeout_minutes": ("", "--distributed-timeout-minutes 3", "joined"),
@@ -205,12 +210,13 @@ def built(rank, argv, world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "require_fp8", lambda *_: None)  # built here, run elsewhere
         trainer = build_trainer(config, mesh)
+    sharding = trainer.engine.sharding
     return {
         "shapes": [(p.shard.name, tuple(p.shape)) for chunk in trainer.chunks for p in chunk.parameters()],
         "layers": [layer.layer for chunk in trainer.chunks for layer in chunk.layers],
         "buckets": [bucket.layout.size for bucket in trainer.engine.buckets],
         "cut activations": trainer.chunks[0].tp.sequence_parallel,
-        "overlap": trainer.engine.overlap,
+        "sharding": (sharding.stage, sharding.shard.ranks, sharding.overlap, sharding.overlap_gather, sharding.limit),
         "wire": trainer.engine.wire_dtype,
         "8 bits": [layer.mlp.up_proj.fp8 and layer.mlp.up_proj.fp8.recipe for c in trainer.chunks for layer in c.layers],
         "actions": [str(action) for action in trainer.actions],

@@ -15,8 +15,8 @@ FLOORS = {
     1: "comm",
     2: "parallel precision recompute offload rng",
     3: "models data tokenizers",
-    4: "pipeline optim checkpoint convert",
-    5: "training",
+    4: "pipeline optim checkpoint",
+    5: "training convert",
     6: "arguments rules validate pretrain_gpt tools benchmarks",
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names.split()}

@@ -13,7 +13,7 @@ from megatron_lite.comm.mesh import Axis, single
 from megatron_lite.config import PrecisionConfig
 from megatron_lite.errors import ReportedError
 from megatron_lite.parallel.fp8 import E4M3, E5M2, Fp8Linear, Fp8Recipe, Scaling, cast, product, require_fp8, scale_of
-from megatron_lite.parallel.shard import Init
+from megatron_lite.parallel.shard import Init, allocate
 from megatron_lite.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorParallel, column_boxes
 from megatron_lite.parallel.wgrad import attach_grad_buffers
 from megatron_lite.training import setup
@@ -87,6 +87,8 @@ def test_the_three_products_are_within_the_bound(layer, recipe, bias):
         linear = ColumnParallelLinear("w", 48, 32, boxes, Init("normal", 1.0), tp, column_boxes([("w.bias", (48,))], tp.axis))
     else:
         linear = RowParallelLinear("w", 32, 48, Init("normal", 1.0), tp, True)
+    for param in linear.parameters():
+        allocate(param)
     with torch.no_grad():
         linear.weight.copy_(noise(48, 32, seed=1)), linear.bias.zero_()
         linear.bias.add_(1.0 if bias else 0.0)

@@ -86,3 +86,10 @@ def test_the_drawing_shows_every_rank_once(grid):
     assert f"= {grid.world_size} rank" in lines[0]
     cells = [cell for line in lines[2:] for cell in line.split("|")[1:]]
     assert sorted(int(n) for cell in cells for n in cell.split()) == list(range(grid.world_size))
+
+
+def test_zero_groups():
+    """Neighbours share a copy of the model state; each rank and its likes in the other copies hold the same part."""
+    shards, replicas = Grid(tp=2, dp=4, zero_replicas=2).zero_groups()
+    assert shards == [[0, 2], [4, 6], [1, 3], [5, 7]] and replicas == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert Grid(dp=4, pp=2).zero_groups()[0] == [[0, 1, 2, 3], [4, 5, 6, 7]]

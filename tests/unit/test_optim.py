@@ -2,21 +2,24 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lite.checkpoint.boxes import flat_pieces, tiling_fault
 from megatron_lite.comm.mesh import Axis
 from megatron_lite.config import ModelConfig, OptimizerConfig, TrainConfig
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim import clip
-from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.adamw import Optimizer, step_runs
 from megatron_lite.optim.buckets import ALIGN, layout, runs
-from megatron_lite.optim.clip import clip_coefficient, square_sum
-from megatron_lite.optim.ddp import GradientEngine
+from megatron_lite.optim.clip import clip_coefficient, owned_spans, square_sum
+from megatron_lite.optim.ddp import GradientEngine, Sharding
 from megatron_lite.optim.lr import learning_rate, lengths
+from megatron_lite.parallel.shard import initialise
 from megatron_lite.parallel.tensor import TensorParallel
 
 # ------------------------------------------------------------------------------------------------------- learning rate
@@ -153,7 +156,7 @@ def engine(dtype, normalization="LayerNorm", bucket_size=None):
     tp = TensorParallel(Axis("tp"), False, dtype, torch.device("cpu"))
     model = replace(MODEL, normalization=normalization)
     stage = TransformerStage(model, 50, 64, range(2), True, True, tp).initialise(3)
-    return GradientEngine([stage], Axis("dp_cp"), Axis("tp"), Axis("embedding"), bucket_size=bucket_size)
+    return GradientEngine([stage], Sharding(), Axis("tp"), Axis("embedding"), bucket_size)
 
 
 def parameters(made):
@@ -238,6 +241,87 @@ def test_bytes():
     assert made.bytes() == {"weights": 2 * elements, "gradients": 4 * elements}
     assert Optimizer(made.buckets, OptimizerConfig(lr=1.0)).bytes() == {"master": 4 * elements, "moments": 8 * elements}
     assert Optimizer(engine(torch.float32).buckets, OptimizerConfig(lr=1.0)).bytes() == {"master": 0, "moments": 8 * elements}
+
+
+# --------------------------------------------------------------------------------------------------------------- shards
+
+
+def shard_engine(rank, ranks, stage, fill=None, dtype=torch.float32):
+    """The engine of one of `ranks` that share a model, without the others: nothing is sent when it is built."""
+    tp = TensorParallel(Axis("tp"), False, dtype, torch.device("cpu"))
+    chunk = TransformerStage(MODEL, 50, 64, range(2), True, True, tp)
+    sharding = Sharding(stage, Axis("zero_shard", rank, tuple(range(ranks))))
+    return GradientEngine([chunk], sharding, Axis("tp"), Axis("embedding"), fill=fill or partial(initialise, seed=3))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shards_are_the_whole(stage, ranks):
+    """Side by side the ranks' parts, and what they step, count and decay, are those of one rank; no element twice."""
+    alone, shared = engine(torch.float32), [shard_engine(rank, ranks, stage) for rank in range(ranks)]
+    for parts in zip(alone.buckets, *(made.buckets for made in shared), strict=True):
+        one, *of_ranks = parts
+        for slot, param in one.slots():
+            param.requires_grad_(not param.shard.name.endswith("up_proj.weight"))
+            for bucket in of_ranks:
+                next(p for s, p in bucket.slots() if s.index == slot.index).requires_grad_(param.requires_grad)
+        whole = torch.cat([bucket.param_shard for bucket in of_ranks])
+        assert torch.equal(whole[: one.layout.size], one.param) and (whole[one.layout.size :] == 0).all()
+
+        def marked(ranges, whole=whole, of_ranks=of_ranks):
+            marks = torch.zeros(len(whole), dtype=torch.int)
+            for bucket in of_ranks:
+                for start, end, *value in ranges(bucket):
+                    assert 0 <= start < end <= len(bucket.param_shard)
+                    marks[bucket.owned[0] + start : bucket.owned[0] + end] += 1 + sum(value)
+            return marks
+
+        def expected(ranges, whole=whole, one=one):
+            marks = torch.zeros(len(whole), dtype=torch.int)
+            for start, end, *value in ranges(one):
+                marks[start:end] += 1 + sum(value)
+            return marks
+
+        assert torch.equal(marked(owned_spans), expected(owned_spans))
+        used = torch.zeros(len(whole), dtype=torch.bool)
+        for slot, _ in one.slots():
+            used[slot.start : slot.start + slot.numel] = True
+        assert torch.equal(marked(step_runs)[used], expected(step_runs)[used])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shards_are_blocks_of_full_tensors(ranks):
+    """What the ranks would write to a checkpoint tiles every tensor; a part of a matrix is at most three blocks."""
+    blocks = {}
+    for rank in range(ranks):
+        for bucket in shard_engine(rank, ranks, 3).buckets:
+            for slot, param in bucket.slots():
+                mine = bucket.owned_part(slot.start, slot.start + slot.numel)
+                if mine is None:
+                    continue
+                start = bucket.owned[0] + mine[0] - slot.start
+                found = flat_pieces("model", param.shard, param.shape, start, bucket.param_shard[slice(*mine)])
+                assert len(found) <= 3 * len(param.shard.boxes)
+                for piece in found:
+                    blocks.setdefault((piece.key, piece.full_shape), []).append((piece.offset, piece.length))
+    assert len(blocks) == len({box.name for p in parameters(engine(torch.float32)) for box in p.shard.boxes})
+    for (key, shape), spans in blocks.items():
+        assert tiling_fault(shape, spans) is None, key
+
+
+def test_stage_3_never_holds_the_model():
+    """While it is drawn, each rank has memory for one unit and its parts of those before."""
+    most, params = [0], []
+
+    def fill(param):
+        initialise(param, 3)
+        params.append(param)
+        alive = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in params}
+        most[0] = max(most[0], sum(alive.values()))
+
+    made = shard_engine(0, 2, 3, fill)
+    largest = max(bucket.layout.size for bucket in made.buckets) * 4
+    assert most[0] == largest and len(params) == len(parameters(made))
 
 
 # ------------------------------------------------------------------------------------------------------- norm and clip

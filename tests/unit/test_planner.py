@@ -23,6 +23,7 @@ from megatron_lite.planner.memory import (
     layer_activation_bytes,
     live_microbatches,
     peak_bytes,
+    sharded_bytes,
     stage_memory,
     state_bytes,
 )
@@ -207,6 +208,37 @@ def test_peaks(name, dtype, peak):
 )
 def test_state_bytes(flags, together):
     assert sum(state_bytes(config_of(f"{GPT} {flags}"))) == together
+
+
+def test_zero_paper():
+    """Figure 1 of arXiv 1910.02054: 7.5B parameters, 64 ranks, 2 + 2 + 12 bytes. It counts in units of 1000."""
+    gigabytes = [sum(sharded_bytes(stage, 64, 2, 2, 12)) * 7.5 for stage in range(4)]
+    assert gigabytes == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+
+
+@pytest.mark.parametrize(("flags", "together"), [
+    ("", 18), ("--zero-stage 1", 6 + 12 / 4), ("--zero-stage 2", 2 + 16 / 4), ("--zero-stage 3", 18 / 4),
+    ("--zero-stage 3 --zero-replica-size 2", 18 / 2), ("--use-distributed-optimizer", 9),
+    ("--data-parallel-sharding-strategy optim_grads", 6),
+])  # fmt: skip
+def test_state_bytes_under_zero(flags, together):
+    assert sum(state_bytes(config_of(f"{GPT} --bf16 --global-batch-size 8 {flags}", 4))) == together
+
+
+def test_transient_bytes_under_zero():
+    """Two neighbouring units at once; with a pipeline and stage 3 the whole stage."""
+    flags = f"{GPT} --bf16 --global-batch-size 8 --untie-embeddings-and-output-weights"
+    parts = rank_parts(config_of(flags, 4), 0)
+    layer = parts["layers"] // config_of(flags, 4).model.num_layers
+    two = max(2 * layer, parts["embed_tokens"] + parts["embed_positions"], parts["lm_head"] + parts["norm"])
+    for stage, bytes_each in ((0, 0), (1, 0), (2, 4), (3, 6)):
+        plan = stage_memory(config_of(f"{flags} --zero-stage {stage}", 4))[0]
+        assert plan.transient == bytes_each * two
+        assert plan.total == plan.weights + plan.gradients + plan.optimizer + plan.activations + plan.transient
+    plan = stage_memory(config_of(f"{flags} --zero-stage 3 --pipeline-model-parallel-size 2", 4))[1]
+    assert plan.transient == 6 * plan.parameters
+    report = dry_run_report(config_of(f"{flags} --zero-stage 2", 4), config_of(flags, 4).grid)
+    assert "transient" in report and "bfloat16, ZeRO-2: 2 + 1 + 3 = 6 bytes per parameter" in report
 
 
 def activation(flags, tp=1):

@@ -10,7 +10,7 @@ from megatron_lite.comm.mesh import Axis
 from megatron_lite.comm.mesh import build_mesh as mesh_of
 from megatron_lite.grid import Grid
 from megatron_lite.parallel import vocab
-from megatron_lite.parallel.shard import Init
+from megatron_lite.parallel.shard import Init, allocate
 from megatron_lite.parallel.tensor import TensorParallel
 from megatron_lite.parallel.vocab import cross_entropy, embed, vocab_boxes, vocab_matrix
 from megatron_lite.parallel.wgrad import attach_grad_buffers
@@ -143,6 +143,7 @@ def test_embedding_gradient(dtype):
     """Repeated ids add up, in the buffer's precision; a second backward adds to the first."""
     tp = TensorParallel(ONE, False, dtype, torch.device("cpu"))
     weight = vocab_matrix("embed_tokens.weight", 30, 32, 8, Init("normal", 1.0), tp)
+    allocate(weight)
     torch.nn.init.normal_(weight)
     attach_grad_buffers([weight])
     ids = torch.randint(0, 5, (40, 3), generator=torch.Generator().manual_seed(1))
@@ -184,6 +185,7 @@ def over_ranks(rank, vocabulary, padded, smoothing, sequence_parallel):
     loss.backward()
     weight = vocab_matrix("embed_tokens.weight", vocabulary, padded, 8, Init("normal", 1.0), tp)
     full = torch.randn(padded, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    allocate(weight)
     weight.data.copy_(full[part])
     attach_grad_buffers([weight])
     out = embed(weight, labels.view(8, 3), tp)
