@@ -32,7 +32,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="generate", description="Text from a checkpoint.", allow_abbrev=False)
     add = result.add_argument
     add_model_flags(add, "all ranks")
-    add("--prompt", action="append", metavar="TEXT", help="what to continue, may be given several times; empty: the start of a document")
+    add("--prompt", action="append", metavar="TEXT",
+        help="what to continue, may be given several times; empty: the start of a document")  # fmt: skip
     add("--prompt-file", metavar="FILE", help="more prompts, one per line")
     add("--max-new-tokens", type=int, metavar="N",
         help=f"stop after so many (default: {NEW_TOKENS}, or as many as the model has positions for)")  # fmt: skip
@@ -72,8 +73,8 @@ def length_of_text(a: argparse.Namespace, longest: int, positions: int) -> int:
         raise GenerateError(f"a prompt has {longest} tokens, but the model's positions end after {positions}: shorten it, or "
                             f"use --slide, which reads its last {positions} tokens only")  # fmt: skip
     if a.max_new_tokens is not None and a.max_new_tokens > room:
-        raise GenerateError(f"--max-new-tokens {a.max_new_tokens}: a prompt of {longest} tokens leaves room for {room} within the "
-                            f"model's {positions} positions: use {room} or less, or --slide")  # fmt: skip
+        raise GenerateError(f"--max-new-tokens {a.max_new_tokens}: a prompt of {longest} tokens leaves room for {room} within "
+                            f"the model's {positions} positions: use {room} or less, or --slide")  # fmt: skip
     return min(a.max_new_tokens or NEW_TOKENS, room)
 
 
@@ -102,7 +103,8 @@ def write_texts(a: argparse.Namespace) -> None:
     # a document starts where the last one ended
     starts = [ids or ([] if using.end is None else [using.end]) for ids in encoded]
     if [] in starts:
-        raise GenerateError("an empty prompt starts a document, but this tokenizer has no id that ends one: expected at least one id")
+        raise GenerateError("an empty prompt starts a document, but this tokenizer has no id that ends one: "
+                            "expected at least one id")  # fmt: skip
     new = continue_all(a, using, starts)
     if using.mesh.rank > 0:
         return

@@ -101,7 +101,8 @@ def perplexity(chunks: Sequence[TransformerStage], documents: Iterable[Sequence[
         nonlocal tokens
         for number, ids in enumerate(documents):
             if len(ids) and not 0 <= min(ids) <= max(ids) < vocab:
-                raise ScoreError(f"document {number} has ids from {min(ids)} to {max(ids)}, the model's vocabulary 0 to {vocab - 1}")
+                raise ScoreError(f"document {number} has ids from {min(ids)} to {max(ids)}, "
+                                 f"the model's vocabulary 0 to {vocab - 1}")  # fmt: skip
             for window in windows(ids, length, stride):
                 tokens += window.scored
                 yield window
