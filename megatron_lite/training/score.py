@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
