@@ -41,6 +41,7 @@ setup(
             "megatron-draw-schedule = tools.draw_schedule:main",
             "megatron-trace = tools.trace:main",
             "megatron-generate = tools.generate:main",
+            "megatron-evaluate = tools.evaluate:main",
             "megatron-convert-checkpoint = tools.convert_checkpoint:main",
         ]
     },

@@ -82,7 +82,7 @@ echo "  the next step at the old and at the new layout:"
 "$PYTHON" examples/curves.py compare --limit 1e-4 "$LOGS/same.jsonl" "$LOGS/other.jsonl"
 
 section "6. Text from the model"
-"$PYTHON" tools/generate.py --load "$RUN" --prompt "The " --max-new-tokens 240 --temperature 0.8 --top-k 40 --seed 1 \
+"$PYTHON" tools/generate.py --load "$RUN" --prompt "The " --max-new-tokens 240 --temperature 0.8 --top-k 40 --seed 1 --slide \
     --device "$DEVICE" 2>"$LOGS/generate.log"
 
 section "Done in $((SECONDS / 60)) min $((SECONDS % 60)) s"

@@ -9,6 +9,7 @@ The core, chosen in `core_attention` and nowhere else:
     CPU     block-causal batched matmuls: queries of a block of rows and their group folded into one matrix, keys up to
             the block's end, the mask on the diagonal block alone. Half the work of a full square, and each product large
             enough for the GEMM library: 2.8 x faster in training than SDPA on CPU.
+One new token against the keys and values of those before it, when text is made: `past.attend_one`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 from megatron_lite.comm.mesh import Axis
 from megatron_lite.config import ModelConfig
 from megatron_lite.models.norm import NORMS
+from megatron_lite.models.past import Past
 from megatron_lite.models.rope import Rope, contiguous_like
 from megatron_lite.parallel.shard import Box, Init
 from megatron_lite.parallel.tensor import Again, ColumnParallelLinear, RowParallelLinear, TensorParallel
@@ -193,13 +195,14 @@ class SelfAttention(nn.Module):
         self.rope = Rope(model.rotary_interleaved)
 
     def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None, key: DropoutKey | None,
-                again: Again | None = None, replay: bool = False) -> torch.Tensor:  # fmt: skip
-        """`again` makes x anew, see parallel/tensor.py. In a replay the backward follows at once."""
+                again: Again | None = None, replay: bool = False, past: Past | None = None) -> torch.Tensor:  # fmt: skip
+        """`again` makes x anew, see parallel/tensor.py. In a replay the backward follows at once. `past`: see models/past.py."""
         qkv = self.qkv_proj(x, again, replay)  # [s, b, k (g + 2) d]
-        attend = partial(self._attend, angles, key)
+        attend = partial(self._attend, angles, key, past)
         return self.o_proj(recompute(attend, qkv) if self.recompute_core else attend(qkv))
 
-    def _attend(self, angles, key: DropoutKey | None, qkv: torch.Tensor, replay: bool = False) -> torch.Tensor:
+    def _attend(self, angles, key: DropoutKey | None, past: Past | None, qkv: torch.Tensor,
+                replay: bool = False) -> torch.Tensor:  # fmt: skip
         """Norms of q and k, positions, and the core.   [s, b, k (g + 2) d] -> [s, b, a d]. A replay changes nothing here.
 
         What --recompute-modules core_attn computes again: from QKV on, since QKV is one tensor and the core's Q, K and V,
@@ -219,5 +222,6 @@ class SelfAttention(nn.Module):
         generator = None
         if key is not None and self.model.attention_dropout > 0:
             generator = key.generator(qkv.device, self.layer, "attention", SHARDED)
-        out = core_attention(q, k, v, self.model.attention_dropout, generator)  # [s, b, k, g, d]
+        core = partial(core_attention, p=self.model.attention_dropout, generator=generator)
+        out = core(q, k, v) if past is None else past.attend(self.layer, q, k, v, core)  # [s, b, k, g, d]
         return out.reshape(s, b, self.heads * d)

@@ -39,19 +39,20 @@ def _llama3(inv: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 
 
 def cos_sin(model: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [s, rot/2] at the given positions; fp32 for low-precision models, else the model's dtype."""
-    angles = positions.float()[:, None] * inverse_frequencies(model).to(positions.device)
+    """cos and sin [..., rot/2] at the positions [...]; fp32 for low-precision models, else the model's dtype."""
+    angles = positions.float()[..., None] * inverse_frequencies(model).to(positions.device)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     return angles.cos().to(exact), angles.sin().to(exact)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, interleaved: bool, new: NewLike) -> torch.Tensor:
     """Turn x [s, ..., d] by the angles [s, rot/2] and multiply it by `scale`, into memory of the layout that `new` makes.
+    Where every row of a batch has positions of its own, x is [s, b, ..., d] and the angles are [s, b, rot/2].
 
     Only the first rot channels turn. Pairs are (i, i + rot/2), or (2i, 2i + 1) when interleaved.
     """
     half = cos.shape[-1]
-    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (half,)
+    shape = cos.shape[:-1] + (1,) * (x.dim() - cos.dim()) + (half,)
     cos, sin = (cos * scale).view(shape), (sin * scale).view(shape)
     out = new(x)
     out.copy_(x)  # first, so that the arithmetic runs in the new layout

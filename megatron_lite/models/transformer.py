@@ -22,6 +22,7 @@ from megatron_lite.config import ActivationConfig, ModelConfig
 from megatron_lite.models.attention import SelfAttention
 from megatron_lite.models.mlp import MLP
 from megatron_lite.models.norm import NORMS
+from megatron_lite.models.past import Past
 from megatron_lite.models.rope import cos_sin
 from megatron_lite.offload import HostLayer, Offload, return_before
 from megatron_lite.parallel.shard import Init, Shard, allocate, initialise, parameter, whole
@@ -50,10 +51,11 @@ class TransformerLayer(nn.Module):
         self.post_attention_layernorm = norm(f"{name}.post_attention_layernorm", model.hidden_size, model.norm_epsilon, tp)
         self.mlp = MLP(f"{name}.mlp", model, tp, init, output_init, "mlp_act" in activations.modules)
 
-    def forward(self, x: torch.Tensor, angles, key: DropoutKey | None, replay: bool = False) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, angles, key: DropoutKey | None, replay: bool = False,
+                past: Past | None = None) -> torch.Tensor:  # fmt: skip
         """In a replay (recompute.py) the output's values are not needed, and the backward follows at once."""
         norm = self.input_layernorm
-        out = self.self_attn(norm(x), angles, key, self._again(norm, x), replay)
+        out = self.self_attn(norm(x), angles, key, self._again(norm, x), replay, past)
         x = self._drop(out, "attention_output", key).add_(x)
         norm = self.post_attention_layernorm
         return self._drop(self.mlp(norm(x), self._again(norm, x), replay), "mlp_output", key).add_(x)
@@ -99,9 +101,11 @@ class Embedding(nn.Module):
             box = whole(name, shape, tp.axis.size, tp.axis.rank, partial)
             self.positions = parameter(shape, Shard(name, (box,), init, decay=True), tp.dtype, tp.device)
 
-    def forward(self, tokens: torch.Tensor, key: DropoutKey | None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, key: DropoutKey | None, past: Past | None = None) -> torch.Tensor:
         x = embed(self.weight, tokens.t(), self.tp)
-        if self.positions is not None:
+        if self.positions is not None and past is not None and past.lengths:
+            x = x + self.positions[past.positions(x.device)]  # [1, b, h]
+        elif self.positions is not None:
             first = self.tp.axis.rank * x.shape[0] if self.tp.sequence_parallel else 0
             x = _AddPositions.apply(x, self.positions, first)
         if key is None or self.p == 0.0:
@@ -192,18 +196,21 @@ class TransformerStage(nn.Module):
         """Gradient contributions of a parameter per microbatch: two for an embedding that is also the output layer."""
         return 2 if self.last and self.first and self.head is None and param is self.embedding.weight else 1
 
-    def hidden(self, x: torch.Tensor, key: DropoutKey | None) -> torch.Tensor:
-        """tokens [b, s] on the first stage, else [s/tp or s, b, h]  ->  [s/tp or s, b, h] after this stage's layers."""
+    def hidden(self, x: torch.Tensor, key: DropoutKey | None, past: Past | None = None) -> torch.Tensor:
+        """tokens [b, s] on the first stage, else [s/tp or s, b, h]  ->  [s/tp or s, b, h] after this stage's layers.
+
+        With `past` (no gradients, no sequence parallelism): the prompts, then [b, 1], the next token of each row.
+        """
         length = x.shape[1] if self.first else x.shape[0] * (self.tp.axis.size if self.tp.sequence_parallel else 1)
         if self.first:
-            x = self._embedded(x, key)
-        angles = self._angles(length, x.device)
+            x = self._embedded(x, key, past)
+        angles = self._angles(length, x.device, past)
         below: HostLayer | None = None  # what the layer before keeps, where that is in host memory
         for span in self.spans:
             units = [f"layers.{layer.layer}" for layer in self.layers[span.start : span.stop]]
             for unit in units:
                 x = self.weights.gather(unit, x)
-            run, here = partial(self._through, span, angles, key), None
+            run, here = partial(self._through, span, angles, key, past), None
             if span.treatment == RECOMPUTED:
                 x = recompute(run, x)
             elif span.treatment == OFFLOADED and torch.is_grad_enabled():
@@ -217,18 +224,19 @@ class TransformerStage(nn.Module):
             self.offload.settle()
         return x
 
-    def _through(self, span: Span, angles, key: DropoutKey | None, x: torch.Tensor, replay: bool = False) -> torch.Tensor:
+    def _through(self, span: Span, angles, key: DropoutKey | None, past: Past | None, x: torch.Tensor,
+                 replay: bool = False) -> torch.Tensor:  # fmt: skip
         """x after the layers of a span. Of a replay the last layer's output is not needed."""
         for i in range(span.start, span.stop):
-            x = self.layers[i](x, angles, key, replay and i == span.stop - 1)
+            x = self.layers[i](x, angles, key, replay and i == span.stop - 1, past)
         return x
 
-    def _embedded(self, tokens: torch.Tensor, key: DropoutKey | None) -> torch.Tensor:
+    def _embedded(self, tokens: torch.Tensor, key: DropoutKey | None, past: Past | None) -> torch.Tensor:
         """tokens [b, s] -> [s/tp or s, b, h]"""
         units = [unit for unit in self.order() if unit.startswith("embed_")]
         for unit in units:
             tokens = self.weights.gather(unit, tokens)
-        x = self.embedding(tokens, key)
+        x = self.embedding(tokens, key, past)
         for unit in units:
             x = self.weights.free(unit, x)
         return x
@@ -255,10 +263,12 @@ class TransformerStage(nn.Module):
                              self.model.label_smoothing)  # fmt: skip
         return self.weights.free("head", loss)
 
-    def _angles(self, length: int, device: torch.device):
-        """cos and sin of the rotary positions 0..length-1, computed once per length."""
+    def _angles(self, length: int, device: torch.device, past: Past | None):
+        """cos and sin of the rotary positions 0..length-1, computed once per length, or of each row's next one."""
         if self.model.position_embedding_type != "rope":
             return None
+        if past is not None and past.lengths:
+            return cos_sin(self.model, past.positions(device), self.tp.dtype)
         if self.angles is None or self.angles[0].shape[0] != length:
             self.angles = cos_sin(self.model, torch.arange(length, device=device), self.tp.dtype)
         return self.angles

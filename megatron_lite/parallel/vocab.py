@@ -127,3 +127,17 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor
     never a second tensor of their size. `vocab_size` is the true vocabulary; later columns are padding.
     """
     return _CrossEntropy.apply(logits, labels, mask, axis, vocab_size, label_smoothing)
+
+
+@torch.no_grad()
+def token_losses(logits: torch.Tensor, labels: torch.Tensor, axis: Axis, vocab_size: int) -> torch.Tensor:
+    """The loss of every token by itself, as `cross_entropy` has it.   logits [n, V/tp], labels [n] -> [n] in fp32 or fp64"""
+    rows, width = logits.shape
+    exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    first = axis.rank * width
+    real = max(0, min(vocab_size - first, width))
+    losses = torch.empty(rows, dtype=exact, device=logits.device)
+    chunk = max(1, LOGITS_CHUNK_BYTES // (4 * width))
+    for part in (slice(begin, min(begin + chunk, rows)) for begin in range(0, rows, chunk)):
+        losses[part] = _rows(logits[part].to(exact, copy=True), labels[part] - first, None, axis, vocab_size, real, 0.0)
+    return losses

@@ -49,10 +49,10 @@ def stage_table(config: Config, pipeline: Pipeline) -> str:
     lines = [_stage_title(config, plan)]
     for row in rows:
         lines.append("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    lines.append(f"  {_state_legend(config)}")
-    core = {"flash": "flash attention", "block": "block-causal attention"}[attention_core(config)]
-    text = f"  activations: {core}, {in_words(config.activations)}, as many microbatches as the schedule keeps alive"
-    lines.append(textwrap.fill(text, width=WIDTH, subsequent_indent="    "))
+    core = {"flash": "flash attention (GPUs assumed: no --distributed-backend gloo)", "block": "block-causal attention"}
+    activations = f"{core[attention_core(config)]}, {in_words(config.activations)}"
+    for text in (_state_legend(config), f"activations: {activations}, as many microbatches as the schedule keeps alive"):
+        lines.append(folded(f"  {text}", "    "))
     return "\n".join(lines)
 
 
@@ -93,9 +93,9 @@ def warnings(config: Config) -> list[str]:
     return [folded(text) for text in pipeline_warnings(config)]
 
 
-def folded(text: str) -> str:
+def folded(text: str, indent: str = "  ") -> str:
     """The text with its lines of more than WIDTH columns folded."""
-    fill = partial(textwrap.fill, width=WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+    fill = partial(textwrap.fill, width=WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
     return "\n".join(fill(line) if len(line) > WIDTH else line for line in text.splitlines())
 
 

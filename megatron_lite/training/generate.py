@@ -1,11 +1,13 @@
 """Text from a model: the next token's logits, a choice among them, again.
 
-    load_model(directory)        any checkpoint, whatever layout wrote it, as one whole model in this process
-    next_logits(chunks, tokens)  [b, s] -> [b, V]
-    sample(logits, ...)          [b, V] -> [b]
-    generate(chunks, prompt)     ids, one by one
+    load_model(directory)          any checkpoint, whatever layout wrote it, as one whole model, cut over tp at most
+    next_logits(chunks, rows)      prompts -> [b, V]
+    sample(logits, ...)            [b, V] -> [b]
+    generate_batch(chunks, rows)   the next id of every row, again and again
+    generate(chunks, prompt)       of one row
 
-The whole prefix is computed anew for every token: simple, and the training code is all there is.
+Prompts of different lengths start together and are padded behind their ends, where nothing they see lies: a row is what it
+would be alone. Keys and values are kept (models/past.py); `keep=False` computes everything anew for every token.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import torch
 from megatron_lite.checkpoint.boxes import box_requests
 from megatron_lite.checkpoint.load import load_checkpoint, locate
 from megatron_lite.checkpoint.manifest import read_manifest
-from megatron_lite.comm.mesh import single
-from megatron_lite.config import GROUPS, Config, ParallelConfig
+from megatron_lite.comm import collectives as comm
+from megatron_lite.comm.mesh import Mesh, single
+from megatron_lite.config import GROUPS, Config, ModelConfig, ParallelConfig
 from megatron_lite.errors import ReportedError
+from megatron_lite.models.past import Past
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.parallel.shard import allocate
 from megatron_lite.parallel.tensor import TensorParallel
@@ -40,29 +44,30 @@ class Sampling(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A whole model in this process, and the configuration that its checkpoint was trained with."""
+    """All layers of a model (this tp rank's part of each), and the configuration that its checkpoint was trained with."""
 
     config: Config
     chunks: list[TransformerStage]
     iteration: int
 
 
-def load_model(directory: str, iteration: int | None = None, device: torch.device | None = None,
+def load_model(directory: str, iteration: int | None = None, mesh: Mesh | None = None,
                dtype: torch.dtype | None = None) -> Loaded:  # fmt: skip
-    """The model of a checkpoint directory (None: its latest iteration), at tp 1 pp 1, in the dtype it was trained in
-    unless `dtype` is another.
+    """The model of a checkpoint directory (None: its latest iteration) cut over `mesh.tp` (None: alone on the CPU), without a
+    pipeline, in the dtype it was trained in unless `dtype` is another. Collective over the mesh.
 
-    Raises CheckpointError where the checkpoint cannot be read, GenerateError where it does not say what model it holds.
+    Raises CheckpointError where the checkpoint cannot be read, GenerateError where it does not say what model it holds, or
+    tp does not divide it.
     """
-    device = device or torch.device("cpu")
+    mesh = mesh or single()
     manifest = read_manifest(locate(directory, iteration))
     if "config" not in manifest.meta:
         raise GenerateError(f"{directory}: iteration {manifest.iteration} does not say which model it holds")
     config = config_of(manifest.meta["config"])
-    alone = replace(config, parallel=ParallelConfig(), train=replace(config.train, world_size=1))
-    mesh = single(device)
-    tp = TensorParallel(mesh.tp, False, dtype or getattr(torch, config.precision.dtype_name), device)
-    model = TransformerStage(config.model, config.data.vocab_size, alone.padded_vocab_size,
+    check_cut(config.model, mesh.tp.size)
+    here = replace(config, parallel=ParallelConfig(tensor_model_parallel_size=mesh.tp.size))
+    tp = TensorParallel(mesh.tp, False, dtype or getattr(torch, config.precision.dtype_name), mesh.device)
+    model = TransformerStage(config.model, config.data.vocab_size, here.padded_vocab_size,
                              range(config.model.num_layers), True, True, tp)  # fmt: skip
     requests = []
     for param in model.parameters():
@@ -71,6 +76,17 @@ def load_model(directory: str, iteration: int | None = None, device: torch.devic
         requests += box_requests("model", param.shard, param.data)
     load_checkpoint(directory, requests, mesh, manifest.iteration)
     return Loaded(config, [model], manifest.iteration)
+
+
+def check_cut(model: ModelConfig, tp: int) -> None:
+    """Refuse a tp that does not divide the model; names those that do."""
+    fits = [n for n in range(1, model.num_attention_heads + 1)
+            if model.num_attention_heads % n == model.ffn_hidden_size % n == 0
+            and (model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0)]  # fmt: skip
+    if tp not in fits:
+        raise GenerateError(f"--tensor-model-parallel-size {tp}: {model.num_attention_heads} query heads, {model.num_kv_heads} "
+                            f"key/value heads and {model.ffn_hidden_size} MLP channels cannot be cut so; these work: "
+                            + ", ".join(map(str, fits)))  # fmt: skip
 
 
 def config_of(stored: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -85,16 +101,35 @@ def config_of(stored: Mapping[str, Mapping[str, Any]]) -> Config:
 
 
 @torch.no_grad()
-def next_logits(chunks: Sequence[TransformerStage], tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of the token after each row.   tokens [b, s] -> [b, V] over the true vocabulary
+def next_logits(chunks: Sequence[TransformerStage], rows: Sequence[Sequence[int]], past: Past | None = None) -> torch.Tensor:
+    """Logits of the token after each row of ids.   b rows -> [b, V] over the true vocabulary, the same on all tp ranks
 
-    `chunks`: all of the model's, in order, cut over no ranks.
+    `chunks`: all of the model's, in order, cut over no ranks but tp. A `past` gets the rows' keys and values.
     """
-    x = tokens
+    longest, device = max(map(len, rows)), chunks[0].tp.device
+    x = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)  # [b, s]
     for chunk in chunks:
-        x = chunk.hidden(x, None)  # [s, b, h]
-    logits = chunks[-1].logits(x[-1:])  # [1, b, Vp]: the head for the last position alone
-    return logits[0, :, : chunks[-1].vocab_size]
+        x = chunk.hidden(x, None, past)  # [s, b, h]
+    if past is not None:
+        past.read([len(row) for row in rows])
+    ends = torch.tensor([len(row) - 1 for row in rows], device=device)
+    return _over_vocabulary(chunks[-1], x[ends, torch.arange(len(rows), device=device)])
+
+
+@torch.no_grad()
+def following_logits(chunks: Sequence[TransformerStage], tokens: Sequence[int], past: Past) -> torch.Tensor:
+    """Logits of the token after one more token per row.   b ids -> [b, V]"""
+    x = torch.tensor(tokens, device=chunks[0].tp.device)[:, None]  # [b, 1]
+    for chunk in chunks:
+        x = chunk.hidden(x, None, past)  # [1, b, h]
+    past.advance()
+    return _over_vocabulary(chunks[-1], x[0])
+
+
+def _over_vocabulary(last: TransformerStage, x: torch.Tensor) -> torch.Tensor:
+    """The output layer for one position per row.   [b, h] -> [b, V]"""
+    logits = last.logits(x[None])[0]  # [b, V/tp]
+    return comm.all_gather(logits.t().contiguous(), last.tp.axis)[: last.vocab_size].t()
 
 
 def sample(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
@@ -126,20 +161,59 @@ def probabilities(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
     return torch.zeros_like(chances).scatter_(-1, order, chances)
 
 
-def generate(chunks: Sequence[TransformerStage], prompt: Sequence[int], max_new_tokens: int, sampling: Sampling,
-             generator: torch.Generator | None = None, end: int | None = None) -> Iterator[int]:  # fmt: skip
-    """New ids after `prompt` (at least one id), as they are made; `end` ends the text and is not given out.
+def generate_batch(chunks: Sequence[TransformerStage], prompts: Sequence[Sequence[int]], max_new_tokens: int,
+                   sampling: Sampling, draws: Sequence[torch.Generator] | None = None, end: int | None = None,
+                   keep: bool = True) -> Iterator[list[int | None]]:  # fmt: skip
+    """The new id of every row, token by token; None once a row has come to `end`, which is not given out.
 
-    A prefix longer than the model's sequence is seen through its last seq_length tokens.
+    draws   a generator per row, so that a row's text does not depend on the others
+    keep    keys and values are kept, instead of computed anew for every token: the same text
+
+    Ends when all rows have. A row longer than the positions that the model has is seen through its last ones.
     """
-    first, vocab = chunks[0], chunks[-1].vocab_size
-    if not prompt or not all(0 <= token < vocab for token in prompt):
-        raise GenerateError(f"the prompt must be at least one id from 0 to {vocab - 1}, got {list(prompt)[:10]}")
-    ids, window, device = list(prompt), first.model.seq_length, first.tp.device
-    for _ in range(max_new_tokens):
-        tokens = torch.tensor([ids[-window:]], device=device)
-        token = int(sample(next_logits(chunks, tokens), *sampling, generator=generator))
-        if token == end:
+    first, tp = chunks[0], chunks[0].tp.axis
+    check_prompts(prompts, chunks[-1].vocab_size)
+    rows, window = [list(prompt) for prompt in prompts], first.model.max_position_embeddings
+    longest = max(map(len, rows))
+    past = Past(min(window, longest + max_new_tokens)) if keep and longest <= window else None
+    ended = [False] * len(rows)
+    for n in range(max_new_tokens):
+        if past is not None and longest + n > window:
+            past = None  # a window that moves gives every token another position, and with it other keys
+        if n == 0 or past is None:
+            logits = next_logits(chunks, [row[-window:] for row in rows], past)
+        else:
+            logits = following_logits(chunks, [row[-1] for row in rows], past)
+        # what one rank draws is what all go on with, whatever the last bits of their arithmetic
+        drawn = comm.broadcast(_choose(logits, sampling, draws).to(first.tp.device), tp).tolist()
+        for row, token in zip(rows, drawn, strict=True):
+            row.append(token)
+        ended = [was or token == end for was, token in zip(ended, drawn, strict=True)]
+        if all(ended):
             return
-        ids.append(token)
+        yield [None if over else token for over, token in zip(ended, drawn, strict=True)]
+
+
+def _choose(logits: torch.Tensor, sampling: Sampling, draws: Sequence[torch.Generator] | None) -> torch.Tensor:
+    """`sample`, each row from its own generator.   [b, V] -> [b]"""
+    if sampling.temperature == 0.0 or draws is None:
+        return sample(logits, *sampling)
+    return torch.cat([sample(row[None], *sampling, generator=draw) for row, draw in zip(logits.cpu(), draws, strict=True)])
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], vocab: int) -> None:
+    """At least one row, each of at least one id of the vocabulary."""
+    if not prompts:
+        raise GenerateError("no prompt is given: expected at least one")
+    for prompt in prompts:
+        if not prompt or not all(0 <= token < vocab for token in prompt):
+            raise GenerateError(f"the prompt must be at least one id from 0 to {vocab - 1}, got {list(prompt)[:10]}")
+
+
+def generate(chunks: Sequence[TransformerStage], prompt: Sequence[int], max_new_tokens: int, sampling: Sampling,
+             generator: torch.Generator | None = None, end: int | None = None,
+             keep: bool = True) -> Iterator[int]:  # fmt: skip
+    """New ids after `prompt` (at least one id), as they are made; `generate_batch` of one row."""
+    draws = None if generator is None else [generator]
+    for (token,) in generate_batch(chunks, [prompt], max_new_tokens, sampling, draws, end, keep):
         yield token

@@ -70,7 +70,7 @@ def test_greedy_equals_transformers():
     ours = stages(LLAMA, VOCAB, range(2))
     reference = transformers_llama(ours[0])
     prompt = [5, 17, 60, 3, 3, 91]
-    torch.testing.assert_close(next_logits(ours, torch.tensor([prompt])), reference(torch.tensor([prompt])).logits[:, -1],
+    torch.testing.assert_close(next_logits(ours, [prompt]), reference(torch.tensor([prompt])).logits[:, -1],
                                rtol=1e-9, atol=1e-9)  # fmt: skip
     expected = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, len(prompt) :].tolist()
     assert list(generate(ours, prompt, 20, GREEDY)) == expected
@@ -79,8 +79,8 @@ def test_greedy_equals_transformers():
 
 def test_chunks_in_order_are_one_model():
     tokens = torch.randint(0, VOCAB, (3, 7), generator=torch.Generator().manual_seed(0))
-    one = next_logits(stages(LLAMA, VOCAB, range(2)), tokens)
-    two = next_logits(stages(LLAMA, VOCAB, range(1), range(1, 2)), tokens)
+    one = next_logits(stages(LLAMA, VOCAB, range(2)), tokens.tolist())
+    two = next_logits(stages(LLAMA, VOCAB, range(1), range(1, 2)), tokens.tolist())
     assert one.shape == (3, VOCAB) and not one.requires_grad
     assert torch.equal(one, two)
 
