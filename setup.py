@@ -38,6 +38,9 @@ setup(
         "console_scripts": [
             "pretrain_gpt = pretrain_gpt:main",
             "megatron-preprocess-data = tools.preprocess_data:main",
+            "megatron-merge-datasets = tools.merge_datasets:main",
+            "megatron-inspect-data = tools.inspect_data:main",
+            "megatron-train-tokenizer = tools.train_tokenizer:main",
             "megatron-draw-schedule = tools.draw_schedule:main",
             "megatron-trace = tools.trace:main",
             "megatron-generate = tools.generate:main",

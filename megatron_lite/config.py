@@ -214,7 +214,13 @@ class PrecisionConfig:
 class DataConfig:
     """data"""
 
-    data_path: tuple[str, ...] | None = flag(None, "prefix of a .bin/.idx pair", nargs="+", type=str)
+    data_path: tuple[str, ...] | None = flag(None, "prefix of a .bin/.idx pair; several are mixed by size, or by weights given "
+        "as: weight prefix weight prefix ...", nargs="+", type=str)  # fmt: skip
+    train_data_path: tuple[str, ...] | None = flag(None, "the same for training alone, instead of --data-path and --split",
+        nargs="+", type=str)  # fmt: skip
+    valid_data_path: tuple[str, ...] | None = flag(None, "the same for validation", nargs="+", type=str)
+    test_data_path: tuple[str, ...] | None = flag(None, "the same for a test at the end of the run", nargs="+", type=str)
+    data_args_path: str | None = flag(None, "file that holds what --data-path would be given", type=str)
     split: str = flag("969,30,1", "shares of the documents for training, validation, test", type=str)
     mock_data: bool = flag(False, "made-up tokens instead of --data-path")
     tokenizer_type: str | None = flag(None, "tokenizer", type=str,

@@ -43,6 +43,8 @@ SHARES = (
 UNEVEN = "one makes all stages equal, the other does not (--num-virtual-stages-per-pipeline-rank goes with it)"
 CONSTANT = "the scale is constant or dynamic"
 
+DATA_PATHS = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
+ONE_OR_EACH = "data is cut by --split, or named for training, validation and test"
 FIXED = "one says how the layers are cut, the other leaves it to be found out"
 
 # Flags that exclude each other, and what each of them means.
@@ -61,7 +63,14 @@ CONFLICTS = (
     ("lr_warmup_fraction", "lr_warmup_iters", "both set the length of the warm-up"),
     ("lr_warmup_fraction", "lr_warmup_samples", "both set the length of the warm-up"),
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "both set the length of the final decay"),
-    ("mock_data", "data_path", "the tokens are made up or read, not both"),
+    *(("mock_data", name, "the tokens are made up or read, not both") for name in DATA_PATHS),
+    ("data_path", "data_args_path", "both name the data"),
+    ("data_path", "train_data_path", ONE_OR_EACH),
+    ("data_path", "valid_data_path", ONE_OR_EACH),
+    ("data_path", "test_data_path", ONE_OR_EACH),
+    ("data_args_path", "train_data_path", ONE_OR_EACH),
+    ("data_args_path", "valid_data_path", ONE_OR_EACH),
+    ("data_args_path", "test_data_path", ONE_OR_EACH),
     ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "both stretch the positions"),
     ("pipeline_schedule", "pipeline_schedule_file", "both say what each pipeline rank runs"),
     ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "both set the chunks of a pipeline rank"),
@@ -134,8 +143,10 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      "that --lr-decay-style has no end"),
     ("lr_warmup_init", lambda s: not (s.lr_warmup_iters or s.lr_warmup_samples or s.lr_warmup_fraction),
      "needs a warm-up: --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction"),
-    ("eval_iters", lambda s: s.eval_interval is None, "needs --eval-interval"),
+    ("eval_iters", lambda s: s.eval_interval is None and s.test_data_path is None, "needs --eval-interval or --test-data-path"),
     ("split", lambda s: s.mock_data, "made-up tokens are not split"),
+    ("split", lambda s: s.train_data_path is not None, "--train-data-path is read whole"),
+    ("valid_data_path", lambda s: s.eval_interval is None, "needs --eval-interval"),
     ("tokenizer_model", lambda s: s.tokenizer_type not in FROM_FILES,
      f"needs --tokenizer-type {' or '.join(FROM_FILES)}"),
     ("save_interval save_interval_minutes save_weights_only_interval save_retain async_save no_save_optim",
@@ -233,7 +244,12 @@ def missing(s: Values) -> Iterator[Problem]:
         yield about(s, "lr", "is missing", "give the peak learning rate, for example 3e-4")
     if s.train_iters is None and s.train_samples is None:
         yield about(s, "train_iters", "is missing", "give --train-iters or --train-samples")
-    if s.data_path is None and not s.mock_data:
+    if s.valid_data_path or s.test_data_path or s.train_data_path:
+        if s.train_data_path is None and not (s.data_path or s.data_args_path):
+            yield about(s, "train_data_path", "is missing", "name the training data beside that for validation and test")
+        if s.valid_data_path is None and s.eval_interval is not None:
+            yield about(s, "valid_data_path", "is missing", "name the validation data, or drop --eval-interval")
+    elif s.data_path is None and s.data_args_path is None and not s.mock_data:
         yield about(s, "data_path", "is missing", "give the prefix of a .bin/.idx pair, or --mock-data")
 
 

@@ -15,6 +15,7 @@ from fractions import Fraction
 from functools import partial
 
 from megatron_lite.config import GROUPS, Config, ParallelConfig
+from megatron_lite.data.blend import read_blend
 from megatron_lite.data.indexed import DataError
 from megatron_lite.data.samples import parse_split
 from megatron_lite.planner.automatic import allowed_chunks, plainest_pipeline
@@ -366,10 +367,12 @@ def _data(s: Values) -> Iterator[Problem]:
     if s.tokenizer_type == "ByteTokenizer" and have(s.vocab_size) and s.vocab_size < BYTE_VOCABULARY:
         text, fix = f"the tokenizer has {BYTE_VOCABULARY} ids", nearest_values(vocab_size=[BYTE_VOCABULARY])
         yield about(s, "vocab_size tokenizer_type", text, fix)
-    if s.data_path and len(s.data_path) > 1:
-        fix = "join them with tools/merge_datasets.py, or name one"
-        yield about(s, "data_path", f"{len(s.data_path)} prefixes were given, one is read", fix)
-    if s.split is None or s.mock_data:
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        try:
+            read_blend(getattr(s, name) or ())
+        except DataError as error:
+            yield about(s, name, str(error))
+    if s.split is None or s.mock_data or s.train_data_path:
         return
     try:
         training, validation, _ = parse_split(s.split)

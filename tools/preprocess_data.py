@@ -1,4 +1,4 @@
-"""JSON lines or plain text -> Megatron's .bin/.idx.
+"""JSON lines, Parquet or plain text -> Megatron's .bin/.idx.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/to/folder
@@ -10,6 +10,7 @@ arrays, and the writer appends: only a few chunks are in memory at any time.
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import sys
@@ -26,13 +27,10 @@ if not __package__:  # run as a script: the repository root takes the place of t
 
 import numpy as np
 
-from megatron_lite.data.corpus import python_library_texts
 from megatron_lite.data.indexed import DataError, IndexedWriter, best_dtype
 from megatron_lite.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerError, build_tokenizer
+from tools.text_inputs import COMPRESSED, LIBRARY, PARQUET, Document, has_keys, read_documents
 
-LIBRARY = "python-library"
-JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CHUNK_BYTES = 1 << 19  # text handed to a worker at once: enough to hide the hand-over, little enough to bound memory
 
 
@@ -46,15 +44,6 @@ class Job:
     keys: tuple[str, ...]
     append_eod: bool
     skip_bad: bool
-
-
-@dataclass(frozen=True)
-class Document:
-    """One raw document: a JSON line or a whole text."""
-
-    where: str  # file, or file:line
-    raw: bytes
-    is_json: bool
 
 
 @dataclass
@@ -81,57 +70,6 @@ class Totals:
 
 class BadDocument(ValueError):
     """One document that cannot be used; the message begins with file:line."""
-
-
-def read_documents(inputs: list[str], max_bytes: int | None) -> Iterator[Document]:
-    """Documents of all inputs in order, up to the one that reaches `max_bytes` of input. Blank lines are no documents.
-
-    A text is cut at the limit, a JSON line is not.
-    """
-    left = max_bytes if max_bytes is not None else sys.maxsize
-    for name in inputs:
-        for document in _documents_of(name, left):
-            if not document.is_json and len(document.raw) > left:
-                yield Document(document.where, _cut_text(document.raw, left), False)
-                return
-            yield document
-            left -= len(document.raw)
-            if left <= 0:
-                return
-
-
-def _documents_of(name: str, limit: int) -> Iterator[Document]:
-    """All documents of one input; of a text, no more is read than shows that it is longer than `limit`."""
-    if name == LIBRARY:
-        for source, text in python_library_texts():
-            yield Document(f"{LIBRARY}:{source}", text.encode(), False)
-    elif name.lower().endswith(JSON_ENDINGS):
-        with open(name, "rb") as file:  # bytes: lines end at \n alone, and no locale has a say
-            for number, line in enumerate(file, start=1):
-                if number == 1:
-                    line = line.removeprefix(BYTE_ORDER_MARK)
-                if line.strip():
-                    yield Document(f"{name}:{number}", line, True)
-    else:
-        with open(name, "rb") as file:
-            raw = file.read(min(limit, os.path.getsize(name)) + 4).removeprefix(BYTE_ORDER_MARK)
-        if _is_json_object(raw.lstrip().split(b"\n", 1)[0]):
-            raise DataError(f"{name}: looks like JSON lines; a file of those is to be named *.jsonl")
-        yield Document(name, raw, False)
-
-
-def _cut_text(raw: bytes, limit: int) -> bytes:
-    """The first `limit` bytes, or up to three fewer so as not to end inside a character."""
-    while limit > 0 and raw[limit] & 0xC0 == 0x80:
-        limit -= 1
-    return raw[:limit]
-
-
-def _is_json_object(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
 
 
 def chunks(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -236,19 +174,25 @@ def run_ordered(task: Callable, items: Iterator, workers: int) -> Iterator:
                 future.cancel()
 
 
-def preprocess(inputs: list[str], prefix: str, job: Job, workers: int, max_bytes: int | None) -> Totals:
-    """Write the data sets of all keys; nothing appears under the prefix unless everything went well."""
+def preprocess(inputs: list[str], prefix: str, job: Job, workers: int, max_bytes: int | None,
+               part: tuple[int, int] = (0, 1)) -> Totals:  # fmt: skip
+    """Write the data sets of all keys; nothing appears under the prefix unless everything went well.
+
+    `part` (i, n): only documents i, i + n, i + 2n, ... of the input, for machines that share the work.
+    """
     from tqdm import tqdm
 
     totals = Totals(*(dict.fromkeys(job.keys, 0) for _ in range(3)))
     dtype = best_dtype(tokenizer_of(job).vocab_size)
-    size = None if LIBRARY in inputs else sum(os.path.getsize(name) for name in inputs)
+    unknown = LIBRARY in inputs or any(name.lower().endswith((*COMPRESSED, PARQUET)) for name in inputs)
+    size = None if unknown else sum(os.path.getsize(name) for name in inputs)
     size = max_bytes if size is None else min(size, max_bytes or size)
+    documents = itertools.islice(read_documents(inputs, job.keys, max_bytes), part[0], None, part[1])
     writers = {}
     try:
         for key in job.keys:
             writers[key] = IndexedWriter(f"{prefix}_{key}_document", dtype)
-        results = run_ordered(functools.partial(encode_chunk, job), chunks(read_documents(inputs, max_bytes)), workers)
+        results = run_ordered(functools.partial(encode_chunk, job), chunks(documents), workers)
         with tqdm(total=size, unit="B", unit_scale=True, disable=None, desc="preprocess") as bar:
             for encoded in results:
                 for key, writer in writers.items():
@@ -291,7 +235,7 @@ def report(totals: Totals, prefix: str) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        prog="preprocess_data", description="JSON lines or plain text -> Megatron's .bin/.idx", allow_abbrev=False
+        prog="preprocess_data", description="JSON lines, Parquet or plain text -> Megatron's .bin/.idx", allow_abbrev=False
     )
     add = result.add_argument
     add(
@@ -299,7 +243,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="*.jsonl, *.ndjson or *.json: one JSON object per line; any other file: one document of plain UTF-8 text; "
+        help="*.jsonl, *.ndjson or *.json: one JSON object per line; *.parquet: one document per row; any other file: one "
+        "document of plain UTF-8 text; each but Parquet also as *.gz or *.zst; "
         f"{LIBRARY}: the sources of Python's standard library and its language reference, which need no download",
     )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read; each gets its own output")
@@ -310,6 +255,9 @@ def parser() -> argparse.ArgumentParser:
     add("--tokenizer-model", help="a Hugging Face folder or a sentencepiece .model file")
     add("--vocab-size", type=int, help="number of ordinary ids, for NullTokenizer only")
     add("--skip-bad-lines", action="store_true", help="count lines that cannot be used, do not stop at the first")
+    add("--partitions", type=int, default=1, metavar="N", help="cut the documents into N parts, for as many machines")
+    add("--partition", type=int, metavar="I", help="the part to do here, 0 to N - 1; writes PREFIX_I_KEY_document, to be joined "
+        "by tools/merge_datasets.py")  # fmt: skip
     add("--max-bytes", type=int, help="stop after this much input text")
     return result
 
@@ -319,7 +267,7 @@ def problems(arguments: argparse.Namespace) -> list[str]:
     files = [name for name in arguments.input if name != LIBRARY]
     found = [f"--input {name}: no such file" for name in files if not os.path.isfile(name)]
     keys = " ".join(arguments.json_keys)
-    plain = [name for name in arguments.input if not name.lower().endswith(JSON_ENDINGS)]
+    plain = [name for name in arguments.input if not has_keys(name)]
     if plain and len(arguments.json_keys) > 1:
         found.append(f"--json-keys {keys}: the plain text {plain[0]} has one field, give one key")
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
@@ -328,6 +276,14 @@ def problems(arguments: argparse.Namespace) -> list[str]:
         found.append(f"--workers {arguments.workers}: expected 0 (in this process) or more")
     if arguments.max_bytes is not None and arguments.max_bytes < 1:
         found.append(f"--max-bytes {arguments.max_bytes}: expected 1 or more")
+    parts, part = arguments.partitions, arguments.partition
+    if parts < 1:
+        found.append(f"--partitions {parts}: expected 1 or more")
+    elif parts == 1 and part is not None:
+        found.append(f"--partition {part}: no effect without --partitions, leave it out")
+    elif parts > 1 and (part is None or not 0 <= part < parts):
+        given = "" if part is None else f" --partition {part}"
+        found.append(f"--partitions {parts}{given}: give --partition 0 to {parts - 1}")
     if arguments.vocab_size is not None and arguments.tokenizer_type != "NullTokenizer":
         found.append(f"--vocab-size {arguments.vocab_size}: no effect with {arguments.tokenizer_type}, leave it out")
     return found
@@ -345,12 +301,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if job.append_eod:
             _ = tokenizer_of(job).eod  # a tokenizer without one is refused before any work
-        totals = preprocess(arguments.input, arguments.output_prefix, job, arguments.workers, arguments.max_bytes)
+        part = arguments.partition or 0, arguments.partitions
+        prefix = arguments.output_prefix + (f"_{part[0]}" if part[1] > 1 else "")
+        totals = preprocess(arguments.input, prefix, job, arguments.workers, arguments.max_bytes, part)
     except (DataError, TokenizerError, BadDocument, OSError) as error:
         parser().exit(1, f"preprocess_data: error: {error}\n")
     except BrokenProcessPool:
         parser().exit(1, "preprocess_data: error: a worker process died, perhaps for lack of memory; try --workers 1\n")
-    report(totals, arguments.output_prefix)
+    report(totals, prefix)
     return 0
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron_lite.comm import collectives as comm
 from megatron_lite.config import Config
-from megatron_lite.data.loader import BatchLoader
+from megatron_lite.data.loader import BatchLoader, Samples
 from megatron_lite.errors import ReportedError, peer_gone
 from megatron_lite.optim.clip import square_sum
 from megatron_lite.schedules import ASYNCHRONOUS
@@ -77,6 +77,8 @@ class Run:
         if reason:
             self.say(f"stopping after iteration {self.progress.iteration}: {reason}")
         self._save(last=True)
+        if self.splits.test is not None and reason is None:
+            self._evaluate(self.splits.test, "test")
 
     def _step(self, loader: BatchLoader) -> None:
         """One step; of an asynchronous pipeline all steps to its next drain, which are logged one by one when it is there."""
@@ -137,17 +139,20 @@ class Run:
 
     def _evaluate_if_due(self) -> None:
         every = self.config.train.eval_interval
-        if not every or (self.progress.iteration % every and self.progress.iteration != self.config.train.train_iters):
-            return
+        if every and (self.progress.iteration % every == 0 or self.progress.iteration == self.config.train.train_iters):
+            self._evaluate(self.splits.valid, "validation")
+
+    def _evaluate(self, samples: Samples, split: str) -> None:
+        """Score the first samples of a split and report; nothing is said where a signal came first."""
 
         def from_the_start() -> BatchLoader:
-            return build_loader(self.config, self.trainer.mesh, self.splits, self.splits.valid, 0)
+            return build_loader(self.config, self.trainer.mesh, self.splits, samples, 0)
 
         loss = evaluate(self.trainer, from_the_start, self.config.train.eval_iters, self._signalled)
         if loss is None:
             return
-        self.say(evaluation_lines(self.progress.iteration, loss))
-        self.sinks.write_evaluation(self.progress.iteration, self.progress.consumed_samples, loss)
+        self.say(evaluation_lines(self.progress.iteration, loss, " on test set" if split == "test" else ""))
+        self.sinks.write_evaluation(self.progress.iteration, self.progress.consumed_samples, loss, split)
 
     def _any_rank(self, yes: bool) -> bool:
         """Whether it is true on some rank: a signal or a clock may reach only one, but all must leave together."""

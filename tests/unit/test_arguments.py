@@ -20,6 +20,7 @@ from megatron_lite.rules import CONFLICTS, INERT, flag_name
 from megatron_lite.tokenizers import build_tokenizer
 
 SIZES = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32"
+READ = f"{SIZES} --micro-batch-size 4 --lr 1 --train-iters 3 --vocab-size 9"
 RUN = "--micro-batch-size 2 --lr 1e-3 --train-iters 100 --mock-data --vocab-size 250"
 BASE = f"{SIZES} {RUN}"
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 16"
@@ -119,6 +120,8 @@ BAD = [
     ("--zero-stage 2 --zero-prefetch-limit 0", 2, ["--zero-prefetch-limit 0: must be at least 1"]),
     ("--zero-stage 2 --zero-replica-size 3 --global-batch-size 16", 4, ["4 data-parallel ranks", "--zero-replica-size 2"]),
     ("--zero-stage 2 --zero-replica-size 4 --global-batch-size 16", 4, ["4 data-parallel ranks", "--zero-replica-size 2"]),
+    ("--train-data-path a", 1, ["--mock-data --train-data-path a: contradict"]),
+    ("--data-args-path a", 1, ["--mock-data --data-args-path a: contradict"]),
     ("--load x --finetune --no-load-optim", 1, ["--finetune --no-load-optim: contradict"]),
     # without effect
     ("--sequence-parallel", 1, ["--sequence-parallel: has no effect: needs --tensor-model-parallel-size above 1"]),
@@ -139,7 +142,7 @@ BAD = [
     ("--lr-wsd-decay-iters 5", 1, ["--lr-wsd-decay-iters 5: has no effect: needs --lr-decay-style WSD"]),
     ("--lr-decay-style constant --min-lr 1e-5", 1, ["--min-lr 1e-05: has no effect"]),
     ("--lr-warmup-init 1e-5", 1, ["--lr-warmup-init 1e-05: has no effect: needs a warm-up"]),
-    ("--eval-iters 5", 1, ["--eval-iters 5: has no effect: needs --eval-interval"]),
+    ("--eval-iters 5", 1, ["--eval-iters 5: has no effect: needs --eval-interval or --test-data-path"]),
     ("--split 9,1", 1, ["--split 9,1: has no effect"]),
     ("--tokenizer-model x", 1, ["--tokenizer-model x: has no effect"]),
     ("--save-interval 10", 1, ["--save-interval 10: has no effect: needs --save"]),
@@ -210,7 +213,22 @@ BAD_WHOLE = [
      ["--vocab-size: is missing"]),
     (f"{SIZES} --micro-batch-size 4 --lr 1 --train-samples 3 --mock-data --vocab-size 9", ["shorter than a step"]),
     (f"{SIZES} --micro-batch-size 4 --lr 1 --train-iters 3 --data-path a b --vocab-size 9", ["2 prefixes were given"]),
-    (f"{SIZES} --micro-batch-size 4 --lr 1 --train-iters 3 --data-path a --vocab-size 9 --split 1,x", ["--split 1,x"]),
+    (f"{READ} --data-path a --split 1,x", ["--split 1,x"]),
+    (f"{READ} --data-path 0.3 a 0.7", ["--data-path 0.3 a 0.7: 3 words are no pairs of weight and prefix"]),
+    (f"{READ} --data-path a 0.3 b 0.7", ["word 1, a, stands where a weight is expected"]),
+    (f"{READ} --data-path 0.3 0.7 a b", ["word 2, 0.7, stands where a prefix is expected"]),
+    (f"{READ} --data-path 0 a 1 b", ["weight 0 is not a finite number above 0; leave out what is not to be read"]),
+    (f"{READ} --data-path -1 a 1 b", ["weight -1 is not a finite number above 0"]),
+    (f"{READ} --data-path nan a 1 b", ["weight nan is not a finite number"]),
+    (f"{READ} --data-path inf a 1 b", ["weight inf is not a finite number"]),
+    (f"{READ} --data-path a b a", ["--data-path a b a: a is named twice; name it once, with the sum of its weights"]),
+    (f"{READ} --train-data-path 0 a", ["--train-data-path 0 a: weight 0"]),
+    (f"{READ} --data-path a --data-args-path b", ["--data-path a --data-args-path b: contradict each other: both name"]),
+    (f"{READ} --data-path a --train-data-path b", ["--data-path a --train-data-path b: contradict each other"]),
+    (f"{READ} --train-data-path b --split 9,1", ["--split 9,1: has no effect: --train-data-path is read whole"]),
+    (f"{READ} --train-data-path b --valid-data-path c", ["--valid-data-path c: has no effect: needs --eval-interval"]),
+    (f"{READ} --train-data-path b --eval-interval 2", ["--valid-data-path: is missing; name the validation data"]),
+    (f"{READ} --test-data-path b", ["--train-data-path: is missing; name the training data"]),
     (f"{SIZES} --micro-batch-size 4 --lr 1 --train-iters 3 --data-path a --vocab-size 9 --split 0,1", ["to train on"]),
     (f"{SIZES} --micro-batch-size 4 --lr 1 --train-iters 3 --data-path a --vocab-size 9 --split 1 --eval-interval 2",
      ["--split 1 --eval-interval 2: leaves nothing to evaluate on"]),

@@ -44,6 +44,7 @@ LOAD = "--load {tmp}/start --train-iters 7"  # 4 iterations were saved
 WANDB = "--wandb-project p"
 TRACE = "--trace-dir {tmp}/traces"
 REAL = "--fp64 --train-iters 3 --data-path {tmp}/corpus"  # without --mock-data
+OWN = "--fp64 --train-iters 3 --train-data-path {tmp}/corpus"
 FP32 = "only --mock-data --train-iters 3"
 DIVISIBLE = "--num-layers 3 --ffn-hidden-size 32"
 FP8 = f"{FP32} --bf16 {DIVISIBLE} --fp8-format hybrid"
@@ -158,6 +159,10 @@ ROWS = {
     "hysteresis": (f"{FP32} --fp16", "--hysteresis 1", "scale"),
     # data
     "data_path": (f"only {REAL}", "--data-path {tmp}/other", "loss"),
+    "train_data_path": (f"only {REAL}", "without --data-path --train-data-path {tmp}/other", "loss"),
+    "valid_data_path": (f"only {OWN} --valid-data-path {{tmp}}/corpus {EVAL}", "--valid-data-path {tmp}/other", "validation"),
+    "test_data_path": (f"only {OWN} --test-data-path {{tmp}}/corpus", "--test-data-path {tmp}/other", "test"),
+    "data_args_path": (f"only {REAL}", "without --data-path --data-args-path {tmp}/blend.txt", "loss"),
     "split": (f"only {REAL}", "--split 40,60", "loss"),
     "mock_data": (f"only {REAL}", "without --data-path --mock-data", "loss"),
     "tokenizer_type": (f"only {REAL}", "--tokenizer-type NullTokenizer --vocab-size 40", "loss"),  # its own end of document
@@ -272,6 +277,7 @@ def files(tmp_path_factory):
         with IndexedWriter(folder / name, np.uint16) as writer:
             for _ in range(50):
                 writer.add_document([*generator.integers(0, 39, 30), 39])
+    (folder / "blend.txt").write_text(f"1 {folder}/other")
     flags = f"{TINY} {RUN} --train-iters 4 --save {folder}/start --save-interval 2"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before = launch.keep_heap
@@ -338,6 +344,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
             "params": [row.get("params-norm") for row in steps],
             "scale": [row["loss-scale"] for row in steps],
             "iterations": [row["iteration"] for row in steps],
+            "test": [row["lm loss test"] for row in rows if "lm loss test" in row],
             "validation": [(row["iteration"], row["lm loss validation"]) for row in rows if "lm loss validation" in row],
             "mfu": [round(row["mfu-percent"] / row["throughput"], 6) for row in steps if row["throughput"]],
             "files": sorted(f"{p.relative_to(folder)} {p.stat().st_size if p.suffix == '.safetensors' else ''}"

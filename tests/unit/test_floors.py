@@ -24,7 +24,8 @@ LOOSE = {path.stem for path in PACKAGE.glob("*.py")}  # files outside folders; o
 # Plain data and plain arithmetic that upper floors share with lower ones: no torch, nothing of ours but floor 0.
 PURE = {"megatron_lite.models.zoo"}
 # Packages that may be imported inside a function: optional, or heavy and not always needed.
-LAZY = {"wandb", "torch", "transformers", "tokenizers", "sentencepiece", "datasets", "matplotlib", "tqdm", "apex", "amp_C"}
+LAZY = {"wandb", "torch", "transformers", "tokenizers", "sentencepiece", "datasets", "matplotlib", "tqdm", "apex", "amp_C",
+        "zstandard", "pyarrow"}  # fmt: skip
 LAZY_FILES = {"pretrain_gpt", "megatron_lite.inherit"}  # `--help`, `--dry-run` and a bad flag answer without torch
 MAX_FILE, MAX_FUNCTION, MAX_ENTRY = 400, 60, 120
 
