@@ -93,7 +93,8 @@ def full_state_bytes(config: Config) -> tuple[int, int, int]:
     exact = EXACT_BYTES[dtype]
     moments = 2 if config.optimizer.optimizer == "adam" else 1
     master = exact if config.precision.master_weights else 0
-    return ELEMENT_BYTES[dtype], exact, master + moments * exact
+    compressed = config.parallel.grad_compression != "none"  # what steps left out is kept beside their gradients
+    return ELEMENT_BYTES[dtype], exact * (2 if compressed else 1), master + moments * exact
 
 
 def attention_core(config: Config) -> str:
