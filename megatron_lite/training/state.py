@@ -2,6 +2,7 @@
 
     model/<name>               fp32 master weights (the weights themselves in fp32 and fp64), canonical names
     optim/exp_avg/<name> ...   moments, in parameter space under the same names
+    compression/<rank>/...     with --grad-compression: what each rank still has to add to later gradients, bucket by bucket
     meta                       configuration, layout, iteration, samples, optimizer steps, loss scale, the pipeline if it was
                                chosen automatically, versions
 
@@ -18,11 +19,13 @@ from pathlib import Path
 import torch
 
 import megatron_lite
-from megatron_lite.checkpoint.agree import CheckpointError
+from megatron_lite.checkpoint.agree import CheckpointError, agree
 from megatron_lite.checkpoint.boxes import Piece, Request, flat_pieces, flat_requests
-from megatron_lite.checkpoint.folder import decide
+from megatron_lite.checkpoint.folder import decide, iteration_folder
 from megatron_lite.checkpoint.load import load_checkpoint
+from megatron_lite.checkpoint.manifest import Manifest, read_manifest
 from megatron_lite.checkpoint.save import save_checkpoint
+from megatron_lite.comm.mesh import Mesh
 from megatron_lite.config import Config
 from megatron_lite.optim.scaler import stored
 from megatron_lite.parallel.shard import Shard
@@ -67,6 +70,14 @@ def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.S
                 yield prefix, param.shard, param.shape, start, flat[slice(*mine)]
 
 
+def compression(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    """(key, flat tensor) of this rank's memory of gradient compression: it fits no other rank and no other layout."""
+    for number, bucket in enumerate(trainer.engine.buckets):
+        if bucket.low_rank and bucket.low_rank.matrices:
+            for name in ("error", "q"):
+                yield f"compression/{trainer.mesh.rank}/{name}.{number}", getattr(bucket.low_rank, name)
+
+
 def save(trainer: Trainer, progress: Progress) -> Path:
     """Write a checkpoint and make it the latest. Collective. The folder."""
     config, mesh = trainer.config, trainer.mesh
@@ -76,9 +87,11 @@ def save(trainer: Trainer, progress: Progress) -> Path:
     for n, held in enumerate(tensors(trainer, not config.checkpoint.no_save_optim)):
         if n % replica.size == replica.rank:
             pieces += flat_pieces(*held)
+    if not config.checkpoint.no_save_optim:
+        pieces += [Piece(key, tuple(flat.shape), (0,), tuple(flat.shape), flat) for key, flat in compression(trainer)]
     meta = {
         "config": config.as_dict(),
-        "layout": {axis: getattr(mesh.grid, axis) for axis in ("tp", "cp", "ep", "dp", "pp")},
+        "layout": layout_of(mesh),
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
         "skipped_samples": progress.skipped_samples,
@@ -102,17 +115,35 @@ def restore(trainer: Trainer) -> tuple[Progress, str]:
     requests: list[Request] = []
     for held in tensors(trainer, optim=not weights_only):
         requests += flat_requests(*held)
+    says = choice.says
+    if config.parallel.grad_compression != "none" and not weights_only:
+        folder = iteration_folder(choice.directory, choice.iteration)
+        if agree(lambda: fits(config, mesh, read_manifest(folder)) if mesh.rank == 0 else None, mesh.world, "loading")[0]:
+            requests += [Request(key, tuple(flat.shape), (0,), tuple(flat.shape), flat) for key, flat in compression(trainer)]
+        else:
+            says += " (what gradient compression had left out is not there for these parallel settings: it starts empty)"
     meta = load_checkpoint(choice.directory, requests, mesh, choice.iteration)
     check_model(config, meta)
     trainer.optimizer.write_back()
     trainer.engine.parameters_changed()
     if config.checkpoint.finetune:
-        return Progress(), choice.says + " (weights only: starting at iteration 0)"
+        return Progress(), says + " (weights only: starting at iteration 0)"
     if not weights_only:
         trainer.optimizer.steps = meta["optimizer_steps"]
         trainer.loss_scale = trainer.scaler.resume(meta.get("loss_scale"))
     samples = meta["consumed_samples"], meta["wandb_id"], meta.get("skipped_samples", 0)
-    return Progress(meta["iteration"], *samples), choice.says
+    return Progress(meta["iteration"], *samples), says
+
+
+def layout_of(mesh: Mesh) -> dict[str, int]:
+    return {axis: getattr(mesh.grid, axis) for axis in ("tp", "cp", "ep", "dp", "pp")}
+
+
+def fits(config: Config, mesh: Mesh, stored: Manifest) -> bool:
+    """Whether the checkpoint holds the memory of gradient compression of the same ranks and buckets."""
+    parallel = stored.meta.get("config", {}).get("parallel")
+    same = parallel == config.as_dict()["parallel"] and stored.meta.get("layout") == layout_of(mesh)
+    return same and any(key.startswith("compression/0/") for key in stored.tensors)
 
 
 def check_model(config: Config, meta: dict) -> None:
