@@ -84,9 +84,10 @@ def losses(rank: int, flags: str, steps: int) -> list[float]:
 def print_losses(steps: int) -> None:
     print(f"mean loss of the last {min(10, steps)} of {steps} steps, dp 2")
     with WorkerPool() as pool:
-        for name, flags in (("exact", ""), *((f"R {r}", f" --grad-compression powersgd --grad-compression-rank {r}") for r in (1, 4, 16))):
+        for r in (0, 1, 4, 16):
+            flags = f" --grad-compression powersgd --grad-compression-rank {r}" if r else ""
             last = pool.run(losses, 2, SMALL + flags, steps)[0][-10:]
-            print(f"{name:<8}{sum(last) / len(last):.4f}", flush=True)
+            print(f"{f'R {r}' if r else 'exact':<8}{sum(last) / len(last):.4f}", flush=True)
 
 
 if __name__ == "__main__":

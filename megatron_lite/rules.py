@@ -112,7 +112,8 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      "needs --grad-compression powersgd"),
     ("grad_compression_start_iter", lambda s: have(s.grad_compression_start_iter, s.train_iters)
      and s.grad_compression_start_iter >= s.train_iters > 0, "the run ends before it; nothing would be compressed"),
-    ("no_overlap_grad_reduce grad_reduce_dtype grad_compression", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
+    ("no_overlap_grad_reduce grad_reduce_dtype grad_compression", lambda s: s.dp == 1,
+     "needs more than one data-parallel rank, here dp = 1"),
     ("recompute_method recompute_num_layers", lambda s: s.recompute_granularity != "full",
      "needs --recompute-granularity full"),
     ("recompute_modules", lambda s: s.recompute_granularity != "selective", "needs --recompute-granularity selective"),

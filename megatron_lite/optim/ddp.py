@@ -273,6 +273,7 @@ class GradientEngine:
 
     def bytes(self) -> dict[str, int]:
         """Bytes this rank holds for weights and gradients between steps."""
+        gradients = sum((b.grad_shard if self.stage >= 2 else b.grad).nbytes for b in self.buckets)
         memory = sum(b.low_rank.bytes() for b in self.buckets if b.low_rank)  # of compression
         return {"weights": sum((b.param_shard if self.stage == 3 else b.param).nbytes for b in self.buckets),
-                "gradients": sum((b.grad_shard if self.stage >= 2 else b.grad).nbytes for b in self.buckets) + memory}  # fmt: skip
+                "gradients": gradients + memory}  # fmt: skip
