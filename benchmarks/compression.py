@@ -83,11 +83,12 @@ def losses(rank: int, flags: str, steps: int) -> list[float]:
 
 def print_losses(steps: int) -> None:
     print(f"mean loss of the last {min(10, steps)} of {steps} steps, dp 2")
-    with WorkerPool() as pool:
-        for r in (0, 1, 4, 16):
-            flags = f" --grad-compression powersgd --grad-compression-rank {r}" if r else ""
-            last = pool.run(losses, 2, SMALL + flags, steps)[0][-10:]
-            print(f"{f'R {r}' if r else 'exact':<8}{sum(last) / len(last):.4f}", flush=True)
+    pool = WorkerPool(2)
+    for r in (0, 1, 4, 16):
+        flags = f" --grad-compression powersgd --grad-compression-rank {r}" if r else ""
+        last = pool.run(losses, 2, SMALL + flags, steps, timeout=600.0)[0][-10:]
+        print(f"{f'R {r}' if r else 'exact':<8}{sum(last) / len(last):.4f}", flush=True)
+    pool.shutdown()
 
 
 if __name__ == "__main__":
