@@ -174,6 +174,7 @@ class LowRank:
 
 
 def _cut(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Views of these shapes, one behind the other."""
+    """Views of these shapes, one behind the other from the start."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)] if sizes else []
+    parts = flat[: sum(sizes)].split(sizes) if sizes else ()
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
