@@ -109,6 +109,10 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers on the last stage (default: an even split)", type=int)
     grad_reduce_dtype: str = flag("fp32", "what gradients travel as between data-parallel ranks; sums are in fp32 either way",
         choices=("fp32", "bf16"), stands_for=("--grad-reduce-in-bf16", "bf16"))  # fmt: skip
+    grad_compression: str = flag("none", "what travels of gradient matrices between data-parallel ranks: all, or by powersgd two "
+        "factors of low rank, the rest of it in later steps", choices=("none", "powersgd"))  # fmt: skip
+    grad_compression_rank: int = flag(4, "columns of the two factors; more are more exact, and more bytes")
+    grad_compression_start_iter: int = flag(0, "first iterations, whose gradients are reduced exactly")
     no_overlap_grad_reduce: bool = flag(False, "reduce gradients after the last backward instead of inside it")
     zero_stage: int = flag(0, "what dp x cp shards: 0 nothing, 1 masters and moments, 2 also gradients, 3 also parameters",
         choices=(0, 1, 2, 3), stands_for=("--use-distributed-optimizer", 1))  # fmt: skip

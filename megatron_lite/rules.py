@@ -24,11 +24,11 @@ AT_LEAST_ONE = (
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
     "log_interval pipeline_drain_interval trace_start trace_steps loss_scale_window hysteresis max_consecutive_skips "
-    "fp8_amax_history_len save_weights_only_interval save_retain"
+    "fp8_amax_history_len save_weights_only_interval save_retain grad_compression_rank"
 ).split()
 AT_LEAST_ZERO = (
     "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed "
-    "pipemare_annealing_iters fp8_margin cpu_offloading_num_layers load_iteration"
+    "pipemare_annealing_iters fp8_margin cpu_offloading_num_layers load_iteration grad_compression_start_iter"
 ).split()
 ABOVE_ZERO = (
     "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
@@ -57,6 +57,7 @@ CONFLICTS = (
     ("loss_scale", "loss_scale_window", CONSTANT),
     ("loss_scale", "hysteresis", CONSTANT),
     ("zero_stage", "data_parallel_sharding_strategy", "both set what is sharded"),
+    ("grad_compression", "grad_reduce_dtype", "both say what travels; the factors of powersgd are made orthonormal in fp32"),
     ("train_iters", "train_samples", "both set the length of the run"),
     ("lr_decay_iters", "lr_decay_samples", "both set the length of the decay"),
     ("lr_warmup_iters", "lr_warmup_samples", "both set the length of the warm-up"),
@@ -115,7 +116,12 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("fp8_recipe fp8_amax_history_len fp8_margin first_last_layers_bf16", lambda s: s.fp8_format is None,
      "needs --fp8-format"),
     ("fp8_amax_history_len", lambda s: s.fp8_recipe != "delayed", "needs --fp8-recipe delayed"),
-    ("no_overlap_grad_reduce grad_reduce_dtype", lambda s: s.dp == 1, "needs more than one data-parallel rank, here dp = 1"),
+    ("grad_compression_rank grad_compression_start_iter", lambda s: s.grad_compression == "none",
+     "needs --grad-compression powersgd"),
+    ("grad_compression_start_iter", lambda s: have(s.grad_compression_start_iter, s.train_iters)
+     and s.grad_compression_start_iter >= s.train_iters > 0, "the run ends before it; nothing would be compressed"),
+    ("no_overlap_grad_reduce grad_reduce_dtype grad_compression", lambda s: s.dp == 1,
+     "needs more than one data-parallel rank, here dp = 1"),
     ("recompute_method recompute_num_layers", lambda s: s.recompute_granularity != "full",
      "needs --recompute-granularity full"),
     ("recompute_modules", lambda s: s.recompute_granularity != "selective", "needs --recompute-granularity selective"),
@@ -301,3 +307,16 @@ def inert(s: Values, given: frozenset[str]) -> Iterator[Problem]:
         for name in names.split():
             if name in given and without_effect(s):
                 yield about(s, name, f"has no effect: {why}", "drop it")
+
+
+def compression(s: Values) -> Iterator[Problem]:
+    """Low-rank gradients need whole matrices, once a step, and a step that ends."""
+    if s.grad_compression == "none" or s.dp == 1:
+        return
+    if s.zero_stage in (2, 3):
+        stage = "zero_stage" if s.data_parallel_sharding_strategy is None else "data_parallel_sharding_strategy"
+        text = "contradict each other: stages 2 and 3 keep no whole gradient over the microbatches of a step"
+        yield about(s, f"grad_compression {stage}", text, "nearest values that work: --zero-stage 0 or 1")
+    if s.pipeline_schedule in ASYNCHRONOUS and have(s.pipeline_model_parallel_size) and s.pipeline_model_parallel_size != 1:
+        text = "contradict each other: gradients of an asynchronous pipeline are late already, and stages skip steps alone"
+        yield about(s, "grad_compression pipeline_schedule", text, "take a schedule that flushes (1f1b)")

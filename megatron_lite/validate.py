@@ -26,6 +26,7 @@ from megatron_lite.rules import (
     Problem,
     Values,
     about,
+    compression,
     conflicts,
     have,
     inert,
@@ -51,8 +52,8 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
-    for rules in (_attention, _positions, _layout, _zero, _batch, _pipeline, _asynchronous, _activations, _scale, _fp8, _rate,
-                  _warmup, _data):  # fmt: skip
+    for rules in (_attention, _positions, _layout, _zero, compression, _batch, _pipeline, _asynchronous, _activations, _scale,
+                  _fp8, _rate, _warmup, _data):  # fmt: skip
         problems += rules(values)
     return problems
 

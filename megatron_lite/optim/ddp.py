@@ -14,6 +14,9 @@ uses of one microbatch). Its reduction starts at that moment, inside the backwar
 Since buckets become ready in an order that follows from the schedule, all data-parallel ranks start the same reductions in
 the same order. At stages 2 and 3 a bucket's full gradient starts at zero, but for the owned part, which starts at the sum
 so far: the reduce-scatter then gives the new sum, with no pass of its own over the shard.
+
+With --grad-compression (stages 0 and 1) a bucket is reduced by two small all-reduces over dp x cp (optim/compress.py): the
+first starts when it is ready, the second when the next bucket is.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Axis
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.buckets import layout
+from megatron_lite.optim.compress import Compression, LowRank
 from megatron_lite.optim.flat import FlatBucket, box_span, bring, free, is_there, make_bucket
 from megatron_lite.optim.zero import UnitParameters, drop, finish_gather, outdate, start_gather
 
@@ -44,6 +48,7 @@ class Sharding:
     pipelined       there are pipeline stages: stage 3 keeps parameters and gradients for the step
     mirror          the two ranks that hold the same stages (DualPipe)
     wire_dtype      what gradients travel as between data-parallel ranks; None: as they are
+    compression     they travel as matrices of low rank; None: as they are
     """
 
     stage: int = 0
@@ -55,6 +60,7 @@ class Sharding:
     pipelined: bool = False
     mirror: Axis = field(default_factory=lambda: Axis("mirror"))
     wire_dtype: torch.dtype | None = None
+    compression: Compression | None = None
 
 
 class GradientEngine:
@@ -70,6 +76,8 @@ class GradientEngine:
         self._owner: dict[nn.Parameter, FlatBucket] = {}
         self._on_their_way: deque[FlatBucket] = deque()
         self.mirror_axis, self.wire_dtype = sharding.mirror, sharding.wire_dtype
+        self.compression = sharding.compression
+        self._compressing, self._scale = False, 1.0  # in this step; fp16's loss scale of it
         # A mirror rank holds the same stages with its chunks swapped: from the first stage on, buckets meet their copies.
         for chunk in chunks if self.mirror_axis.rank == 0 else chunks[::-1]:
             self._adopt(chunk, bucket_size, fill)
@@ -87,6 +95,8 @@ class GradientEngine:
         for bucket in layout(units, self.shard.size * self.replica.size, bucket_size):
             mine = [params[slot.index] for slot in bucket.slots]
             flat = make_bucket(bucket, mine, self.shard.rank, self.shard.size, self.stage, fill)
+            if self.compression:
+                flat.low_rank = LowRank(bucket.slots, mine, flat.grad, self.compression.rank)
             self.buckets.append(flat)
             for param in mine:
                 self._owner[param] = flat
@@ -103,10 +113,14 @@ class GradientEngine:
 
     # ------------------------------------------------------------------------------------------------- gradients
 
-    def begin_step(self, microbatches: int) -> None:
-        """Forget the last step's gradients; count what every bucket will receive from `microbatches` (of a chunk)."""
+    def begin_step(self, microbatches: int, iteration: int = 0, scale: float = 1.0) -> None:
+        """Forget the last step's gradients; count what every bucket will receive from `microbatches` (of a chunk).
+        `iteration` counts from 0; `scale` is the loss scale."""
+        self._compressing, self._scale = self.compression is not None and iteration >= self.compression.start, scale
         for bucket in self.buckets:
-            if self.stage < 2:
+            if self._compressing:
+                bucket.low_rank.begin(bucket.grad, scale)
+            elif self.stage < 2:
                 bucket.grad.zero_()
             bucket.arrived, bucket.summed = 0, False
             each = sum(self._uses[p] for p in bucket.params if p.requires_grad)
@@ -143,13 +157,25 @@ class GradientEngine:
 
     def _reduce(self, bucket: FlatBucket) -> None:
         """Start the bucket's reduction: its owned part will be the sum over `shard` (of size 1: over `replica`)."""
-        if self.shard.size > 1:
+        if self._compressing:  # all of it will be an estimate of the sum over both
+            if self._on_their_way:
+                self._sum_right(self._on_their_way[-1])
+            bucket.reduction = comm.start_all_reduce(bucket.low_rank.left(bucket.grad), self.compression.axis)
+        elif self.shard.size > 1:
             bucket.reduction = comm.start_reduce_scatter_into(bucket.grad_shard, bucket.grad, self.shard, self.wire_dtype)
         else:
             bucket.reduction = comm.start_all_reduce(bucket.grad_shard, self.replica, wire_dtype=self.wire_dtype)
         self._on_their_way.append(bucket)
 
+    def _sum_right(self, bucket: FlatBucket) -> None:
+        """Compressed: wait for the sum of a bucket's first message and start that of its second, which needs it."""
+        if not bucket.low_rank.halfway:
+            bucket.reduction.wait()
+            bucket.reduction = comm.start_all_reduce(bucket.low_rank.right(bucket.grad), self.compression.axis)
+
     def _complete(self, bucket: FlatBucket) -> None:
+        if self._compressing:
+            self._sum_right(bucket)
         bucket.reduction.wait()
         bucket.reduction, bucket.summed = None, True
         self._on_their_way.remove(bucket)
@@ -165,7 +191,9 @@ class GradientEngine:
                 self._reduce(bucket)
         while self._on_their_way:
             self._complete(self._on_their_way[0])
-        if self.shard.size > 1:
+        if self._compressing:
+            self._decompress()
+        elif self.shard.size > 1:
             self._sum_owned(self.replica, self.wire_dtype)
         self._sum_owned(self.mirror_axis, None)
         self._sum_partial_copies()
@@ -174,6 +202,14 @@ class GradientEngine:
             last.copy_(first.add_(last))
         elif self.tied:
             comm.all_reduce(self._owner[self.tied[0]].grad_shard, self.embedding_axis)
+
+    def _decompress(self) -> None:
+        """Full gradients from the sums of their factors. All ranks of a model replica settle alike, since a step is
+        skipped as a whole: what it left out must not stay in one rank's memory and be lost by another."""
+        finite = torch.stack([bucket.low_rank.finite() for bucket in self.buckets]).all().float()
+        taken = bool(comm.all_reduce(finite, self.compression.agree, op="min"))
+        for bucket in self.buckets:
+            bucket.low_rank.settle(bucket.grad, taken, self._scale)
 
     def _sum_owned(self, axis: Axis, wire_dtype: torch.dtype | None) -> None:
         """All-reduce the owned parts, one bucket waited for while the next are on their way."""
@@ -237,5 +273,7 @@ class GradientEngine:
 
     def bytes(self) -> dict[str, int]:
         """Bytes this rank holds for weights and gradients between steps."""
+        gradients = sum((b.grad_shard if self.stage >= 2 else b.grad).nbytes for b in self.buckets)
+        memory = sum(b.low_rank.bytes() for b in self.buckets if b.low_rank)  # of compression
         return {"weights": sum((b.param_shard if self.stage == 3 else b.param).nbytes for b in self.buckets),
-                "gradients": sum((b.grad_shard if self.stage >= 2 else b.grad).nbytes for b in self.buckets)}  # fmt: skip
+                "gradients": gradients + memory}  # fmt: skip

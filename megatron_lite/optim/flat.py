@@ -19,6 +19,7 @@ from torch import nn
 
 from megatron_lite.comm import collectives as comm
 from megatron_lite.optim.buckets import Bucket, runs
+from megatron_lite.optim.compress import LowRank
 from megatron_lite.parallel.shard import Box
 
 
@@ -39,6 +40,7 @@ class FlatBucket:
     reduction: comm.Handle | None = field(default=None, repr=False)
     gathering: comm.Handle | None = field(default=None, repr=False)
     current: bool = True  # `param` is there and holds the newest values
+    low_rank: LowRank | None = field(default=None, repr=False)  # with gradient compression
 
     def slots(self):
         """(slot, parameter) pairs in the order in which they lie."""

@@ -7,6 +7,8 @@ State per parameter held by the rank, in bytes (ZeRO stage 0):
     fp32       4          4            -             8            16
     fp64       8          8            -            16            32         (SGD keeps one moment instead of two)
 
+--grad-compression keeps what it leaves out of the gradient sums beside them: twice that column.
+
 Activations per layer and microbatch, e bytes per element, s tokens, b samples, h hidden, a heads of size d, k key/value
 heads, f MLP width. What backward needs is kept: inputs of norms and linears, Q K V and attention's output, the MLP's
 intermediate values. /t: cut over tp.
@@ -93,7 +95,8 @@ def full_state_bytes(config: Config) -> tuple[int, int, int]:
     exact = EXACT_BYTES[dtype]
     moments = 2 if config.optimizer.optimizer == "adam" else 1
     master = exact if config.precision.master_weights else 0
-    return ELEMENT_BYTES[dtype], exact, master + moments * exact
+    compressed = config.parallel.grad_compression != "none"  # what steps left out is kept beside their gradients
+    return ELEMENT_BYTES[dtype], exact * (2 if compressed else 1), master + moments * exact
 
 
 def attention_core(config: Config) -> str:

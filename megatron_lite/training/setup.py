@@ -16,6 +16,7 @@ from megatron_lite.grid import Grid
 from megatron_lite.models.compiled import compile_elementwise
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.compress import Compression
 from megatron_lite.optim.ddp import GradientEngine, Sharding
 from megatron_lite.optim.scaler import LossScale, LossScaler
 from megatron_lite.parallel.fp8 import require_fp8
@@ -68,9 +69,12 @@ def sharding_of(config: Config, mesh: Mesh) -> Sharding:
     parallel = config.parallel
     stage = parallel.zero_stage
     shard, replica = (mesh.zero_shard, mesh.zero_replica) if stage else (Axis("zero_shard"), mesh.dp_cp)
+    compression = None
+    if parallel.grad_compression == "powersgd":
+        compression = Compression(parallel.grad_compression_rank, parallel.grad_compression_start_iter, mesh.dp_cp, mesh.tp_pp)
     return Sharding(stage, shard, replica, not parallel.no_overlap_grad_reduce, not parallel.no_overlap_param_gather,
                     parallel.zero_prefetch_limit, parallel.pp > 1, mesh.mirror,
-                    torch.bfloat16 if parallel.grad_reduce_dtype == "bf16" else None)  # fmt: skip
+                    torch.bfloat16 if parallel.grad_reduce_dtype == "bf16" else None, compression)  # fmt: skip
 
 
 def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) -> Trainer:

@@ -2,6 +2,7 @@
 
     model/<name>               fp32 master weights (the weights themselves in fp32 and fp64), canonical names
     optim/exp_avg/<name> ...   moments, in parameter space under the same names
+    compression/<rank>/...     with --grad-compression: what each rank still has to add to later gradients, bucket by bucket
     meta                       configuration, layout, iteration, samples (which is the data's position), optimizer steps, loss
                                scale, the pipeline if it was chosen automatically, tokenizer's fingerprint, versions
 
@@ -18,11 +19,13 @@ from pathlib import Path
 import torch
 
 import megatron_lite
-from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint
+from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint, agree
 from megatron_lite.checkpoint.boxes import Piece, Request, flat_pieces, flat_requests
-from megatron_lite.checkpoint.folder import Choice, decide, older
+from megatron_lite.checkpoint.folder import Choice, decide, iteration_folder, older
 from megatron_lite.checkpoint.load import load_checkpoint
+from megatron_lite.checkpoint.manifest import Manifest, read_manifest
 from megatron_lite.checkpoint.save import save_checkpoint
+from megatron_lite.comm.mesh import Mesh
 from megatron_lite.config import Config
 from megatron_lite.optim.scaler import stored
 from megatron_lite.parallel.shard import Shard
@@ -65,6 +68,14 @@ def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.S
                 yield prefix, param.shard, param.shape, start, flat[slice(*mine)]
 
 
+def compression(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    """(key, flat tensor) of this rank's memory of gradient compression: it fits no other rank and no other layout."""
+    for number, bucket in enumerate(trainer.engine.buckets):
+        if bucket.low_rank and bucket.low_rank.matrices:
+            for name in ("error", "q"):
+                yield f"compression/{trainer.mesh.rank}/{name}.{number}", getattr(bucket.low_rank, name)
+
+
 def pieces_of(trainer: Trainer, optim: bool, dtype: torch.dtype | None = None) -> Iterator[Piece]:
     """What this rank writes. `dtype`: of the pieces (default: as they are held)."""
     # Replicas hold the same bits: the n-th tensor is written by replica n modulo their number.
@@ -72,6 +83,8 @@ def pieces_of(trainer: Trainer, optim: bool, dtype: torch.dtype | None = None) -
     for n, (prefix, shard, shape, start, flat) in enumerate(tensors(trainer, optim)):
         if n % replica.size == replica.rank:
             yield from flat_pieces(prefix, shard, shape, start, flat if dtype is None else flat.to(dtype))
+    for key, flat in compression(trainer) if optim else ():
+        yield Piece(key, tuple(flat.shape), (0,), tuple(flat.shape), flat)
 
 
 def meta_of(trainer: Trainer, progress: Progress) -> dict:
@@ -79,7 +92,7 @@ def meta_of(trainer: Trainer, progress: Progress) -> dict:
     config, mesh = trainer.config, trainer.mesh
     return {
         "config": config.as_dict(),
-        "layout": {axis: getattr(mesh.grid, axis) for axis in ("tp", "cp", "ep", "dp", "pp")},
+        "layout": layout_of(mesh),
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
         "skipped_samples": progress.skipped_samples,
@@ -114,6 +127,13 @@ def restore(trainer: Trainer) -> tuple[Progress, str]:
     requests: list[Request] = []
     for held in tensors(trainer, optim=not weights_only):
         requests += flat_requests(*held)
+    if config.parallel.grad_compression != "none" and not weights_only:
+        folder, mesh = iteration_folder(choice.directory, choice.iteration), trainer.mesh
+        if agree(lambda: fits(config, mesh, read_manifest(folder)) if mesh.rank == 0 else None, mesh.world, "loading")[0]:
+            requests += [Request(key, tuple(flat.shape), (0,), tuple(flat.shape), flat) for key, flat in compression(trainer)]
+        else:
+            empty = "what gradient compression had left out is not there for these parallel settings: it starts empty"
+            choice = choice._replace(says=f"{choice.says} ({empty})")
     choice, meta = load(trainer, choice, requests)
     if meta.get("tokenizer") != fingerprint_of(config) and "tokenizer" in meta:
         says = f"WARNING: the tokenizer is not that of the checkpoint: {fingerprint_of(config)}, was {meta['tokenizer']}"
@@ -127,6 +147,17 @@ def restore(trainer: Trainer) -> tuple[Progress, str]:
         trainer.loss_scale = trainer.scaler.resume(meta.get("loss_scale"))
     samples = meta["consumed_samples"], meta["wandb_id"], meta.get("skipped_samples", 0)
     return Progress(meta["iteration"], *samples), choice.says
+
+
+def layout_of(mesh: Mesh) -> dict[str, int]:
+    return {axis: getattr(mesh.grid, axis) for axis in ("tp", "cp", "ep", "dp", "pp")}
+
+
+def fits(config: Config, mesh: Mesh, stored: Manifest) -> bool:
+    """Whether the checkpoint holds the memory of gradient compression of the same ranks and buckets."""
+    parallel = stored.meta.get("config", {}).get("parallel")
+    same = parallel == config.as_dict()["parallel"] and stored.meta.get("layout") == layout_of(mesh)
+    return same and any(key.startswith("compression/0/") for key in stored.tensors)
 
 
 def load(trainer: Trainer, choice: Choice, requests: list[Request]) -> tuple[Choice, dict]:

@@ -43,7 +43,8 @@ def train_step(trainer: Trainer, batches: Sequence[Batch], iteration: int, sched
     lr = learning_rate(scheduled_samples, config.optimizer, config.train)
     scale = trainer.loss_scale.scale
 
-    engine.begin_step(len(trainer.executor.placement.microbatches(0, len(batches))))  # as many on every other chunk
+    each = len(trainer.executor.placement.microbatches(0, len(batches)))  # as many on every other chunk
+    engine.begin_step(each, iteration, scale)
     microbatches = with_keys(batches, mesh, config.train.seed, iteration)
     result = trainer.executor.run(trainer.actions, microbatches, scale)
     with phase(recorder, "reduce"):
