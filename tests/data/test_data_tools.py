@@ -168,7 +168,7 @@ def test_inspection_that_cannot_be(capsys, flags, message):
 
 
 def test_a_trained_tokenizer_reads_everything_back(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_bytes(jsonl(["the cat sat on the mat"] * 30))
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["the cat sat on the mat and looked at the wide open sea"] * 30))
     folder = str(tmp_path / "tokenizer")
     flags = ["--input", str(tmp_path / "a.jsonl"), "--vocab-size", "270", "--output", folder]
     assert train_tokenizer.main(flags) == 0

@@ -222,7 +222,6 @@ BAD_WHOLE = [
     (f"{SIZES} --micro-batch-size 1 --lr 1 --train-iters 5 --mock-data --tokenizer-type NullTokenizer",
      ["--vocab-size: is missing"]),
     (f"{SIZES} --micro-batch-size 4 --lr 1 --train-samples 3 --mock-data --vocab-size 9", ["shorter than a step"]),
-    (f"{SIZES} --micro-batch-size 4 --lr 1 --train-iters 3 --data-path a b --vocab-size 9", ["2 prefixes were given"]),
     (f"{READ} --data-path a --split 1,x", ["--split 1,x"]),
     (f"{READ} --data-path 0.3 a 0.7", ["--data-path 0.3 a 0.7: 3 words are no pairs of weight and prefix"]),
     (f"{READ} --data-path a 0.3 b 0.7", ["word 1, a, stands where a weight is expected"]),
