@@ -242,9 +242,10 @@ def watched(rank, world, config, steps):
         known[bits(flat[id(p)].view(p.shape) for p in params)] = len(known)
 
     def looking(run):
-        def action_with_a_look(action, state):
+        def action_with_a_look(planned, state):
+            action = planned.action
             seen.append((action.kind, action.microbatch, known.get(bits(params))))
-            run(action, state)
+            run(planned, state)
 
         return action_with_a_look
 
