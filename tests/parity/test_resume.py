@@ -174,16 +174,16 @@ def test_a_checkpoint_without_moments(tmp_path):
 
 
 WRONG = {  # what differs -> (source, how the loading model differs, what the message must name)
-    "wider": ("llama_tp2", {"hidden_size": 64}, "embed_tokens.weight"),
-    "other MLP": ("llama_tp2", {"ffn_hidden_size": 96}, "layers.0.mlp.up_proj.weight"),
-    "more layers": ("llama_tp2", {"num_layers": 6}, "layers.4."),
-    "fewer layers": ("llama_tp2", {"num_layers": 3}, "layers.3."),
-    "now tied": ("llama_tp2", {"untie_embeddings_and_output_weights": False}, "lm_head.weight"),
-    "now untied": ("gpt_tp2", {"untie_embeddings_and_output_weights": True}, "lm_head.weight"),
-    "other KV heads": ("llama_tp2", {"num_query_groups": 4}, "layers.0.self_attn.k_proj"),
-    "no biases": ("gpt_tp2", {"disable_bias_linear": True}, "bias"),
-    "other norm": ("gpt_tp2", {"normalization": "RMSNorm"}, "input_layernorm.bias"),
-    "rotary": ("gpt_tp2", {"position_embedding_type": "rope"}, "embed_positions.weight"),
+    "wider": ("llama_tp2", {"hidden_size": 64}, "--hidden-size"),
+    "other MLP": ("llama_tp2", {"ffn_hidden_size": 96}, "--ffn-hidden-size"),
+    "more layers": ("llama_tp2", {"num_layers": 6}, "--num-layers"),
+    "fewer layers": ("llama_tp2", {"num_layers": 3}, "--num-layers"),
+    "now tied": ("llama_tp2", {"untie_embeddings_and_output_weights": False}, "--untie-embeddings-and-output-weights"),
+    "now untied": ("gpt_tp2", {"untie_embeddings_and_output_weights": True}, "--untie-embeddings-and-output-weights"),
+    "other KV heads": ("llama_tp2", {"num_query_groups": 4}, "--num-query-groups"),
+    "no biases": ("gpt_tp2", {"disable_bias_linear": True}, "--disable-bias-linear"),
+    "other norm": ("gpt_tp2", {"normalization": "RMSNorm"}, "--normalization"),
+    "rotary": ("gpt_tp2", {"position_embedding_type": "rope"}, "--position-embedding-type"),
 }
 
 
@@ -237,6 +237,6 @@ def test_all_ranks_refuse_together(pool, saved):
     folder, _ = saved("llama_tp2")
     config = at(folder, dataclasses.replace(LLAMA, num_layers=6), tp=2, pp=2)
     said = pool.run(refused, 4, 4, config)
-    assert said == [said[0]] * 4 and any("layers.4." in problem for problem in said[0])
+    assert said == [said[0]] * 4 and any("--num-layers" in problem for problem in said[0])
     with pytest.raises(RankError):  # and the helper above does notice a load that goes well
         pool.run(refused, 1, 1, at(folder, LLAMA))

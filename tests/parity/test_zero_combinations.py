@@ -143,9 +143,9 @@ def spoil(trainer, value, layer, microbatch):
     now, executor = [None], trainer.executor
 
     def noting(method):
-        def call(action, run):
-            now[0] = action.microbatch
-            method(action, run)
+        def call(step, run):
+            now[0] = step.action.microbatch
+            method(step, run)
 
         return call
 
