@@ -23,9 +23,9 @@ def spoil(trainer, what, layer, microbatch, times):
     now, left = [None], [times]
     forward = trainer.executor._forward
 
-    def run_forward(action, run):
-        now[0] = action.microbatch
-        forward(action, run)
+    def run_forward(step, run):
+        now[0] = step.action.microbatch
+        forward(step, run)
 
     def hook(_module, _inputs, out):
         if now[0] != microbatch or not left[0]:
