@@ -115,20 +115,3 @@ class Offload:
         if self._leaving is not None:
             self._leaving.let_go()
             self._leaving = None
-
-
-class _ReturnBefore(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, host: HostLayer):
-        ctx.host = host
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.host.start_return()
-        return dy, None
-
-
-def return_before(x: torch.Tensor, host: HostLayer) -> torch.Tensor:
-    """x itself; when the backward comes by here, the copies back of `host` start."""
-    return _ReturnBefore.apply(x, host)

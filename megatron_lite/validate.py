@@ -223,9 +223,7 @@ def _automatic(s: Values) -> Iterator[Problem]:
 
 def _asynchronous(s: Values) -> Iterator[Problem]:
     """What a pipeline that is not flushed between updates cannot do: stages update at different times."""
-    if s.pipeline_schedule not in ASYNCHRONOUS or not have(s.pipeline_model_parallel_size):
-        return
-    if s.pipeline_model_parallel_size == 1:
+    if s.pipeline_schedule not in ASYNCHRONOUS or s.pipeline_model_parallel_size in (None, 1):
         return
     if not s.untie_embeddings_and_output_weights:
         text = "first and last stage would update their copies of the tied embedding at different times and drift apart"
@@ -233,9 +231,6 @@ def _asynchronous(s: Values) -> Iterator[Problem]:
     if s.log_params_norm:
         text = "while one stage ends a step others are in the next, so the norm of all weights is unknown there"
         yield about(s, f"log_params_norm {SCHEDULE}", text, "drop --log-params-norm")
-    if getattr(s, "zero_stage", 0):
-        text = "older versions of the weights are kept whole on every rank"
-        yield about(s, f"zero_stage {SCHEDULE}", text, nearest_values(zero_stage=[0]))
     if s.pipeline_schedule == "pipemare" and s.recompute_granularity:
         text = "its backward runs with newer weights than its forward, and activations computed again would mix both"
         yield about(s, f"recompute_granularity {SCHEDULE}", text, "drop --recompute-granularity, or take pipedream")

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,16 +30,15 @@ class Kind(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Source:
+class Source(Protocol):
     """Tensors that are somewhere else: `kinds` says which, `read` copies a block of one into `target`."""
 
     kinds: dict[str, Kind]
 
-    def read(self, name: str, offset: Sequence[int], length: Sequence[int], target: torch.Tensor) -> None:
-        raise NotImplementedError
+    def read(self, name: str, offset: Sequence[int], length: Sequence[int], target: torch.Tensor) -> None: ...
 
 
-class SafetensorsSource(Source):
+class SafetensorsSource:
     """safetensors files. `headers`: each file's JSON header as it stands, so that the same file can be written again."""
 
     def __init__(self, folder: Path, files: Sequence[str], index: Mapping[str, str] | None):
@@ -65,7 +64,7 @@ class SafetensorsSource(Source):
         self.readers[file].read_box(box, kind.dtype, (tuple(offset), tuple(length)), target)
 
 
-class TorchSource(Source):
+class TorchSource:
     """Tensors of torch.save's files: mapped, not read."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):

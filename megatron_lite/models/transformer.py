@@ -18,13 +18,14 @@ from functools import partial
 import torch
 from torch import nn
 
+from megatron_lite.backward import in_backward
 from megatron_lite.config import ActivationConfig, ModelConfig
 from megatron_lite.models.attention import SelfAttention
 from megatron_lite.models.mlp import MLP
 from megatron_lite.models.norm import NORMS
 from megatron_lite.models.past import Past
 from megatron_lite.models.rope import cos_sin
-from megatron_lite.offload import HostLayer, Offload, return_before
+from megatron_lite.offload import HostLayer, Offload
 from megatron_lite.parallel.shard import Init, Shard, allocate, initialise, parameter, whole
 from megatron_lite.parallel.tensor import Again, TensorParallel, column_linear
 from megatron_lite.parallel.vocab import cross_entropy, embed, vocab_matrix
@@ -34,6 +35,7 @@ from megatron_lite.recompute import recompute, remade
 from megatron_lite.rng import REPLICATED, SHARDED, DropoutKey, dropout
 
 KEEP_ALL = ActivationConfig()
+
 
 class TransformerLayer(nn.Module):
     """Pre-norm attention and MLP with residuals.   x [s/tp or s, b, h] -> the same shape"""
@@ -217,7 +219,9 @@ class TransformerStage(nn.Module):
                 x, here = self.offload.run(run, x)
             else:
                 x = run(x)
-            x, below = (x if below is None else return_before(x, below)), here
+            if below is not None:  # it comes back while the backward of this span computes
+                x = in_backward(x, below.start_return)
+            below = here
             for unit in units:  # the backward passes them last to first, as a recomputed span needs them gathered
                 x = self.weights.free(unit, x)
         if self.offload is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_lite.backward import in_backward
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Axis
 from megatron_lite.models.transformer import TransformerStage
@@ -37,53 +38,21 @@ class UnitParameters:
     def gather(self, unit: str, x: torch.Tensor) -> torch.Tensor:
         place = self.place[unit]
         self._bring(range(place, min(place + self.ahead + 1, len(self.order))))
-        return _After.apply(x, self, place) if self.frees and x.requires_grad else x
+        return in_backward(x, lambda: drop(self.order[place])) if self.frees and x.requires_grad else x
 
     def free(self, unit: str, x: torch.Tensor) -> torch.Tensor:
         place = self.place[unit]
         if self.frees and place < len(self.order) - 1:
             drop(self.order[place])
-        return _Before.apply(x, self, place) if self.frees and x.requires_grad and place >= self.first else x
-
-    def before_backward(self, place: int) -> None:
-        self._bring(range(place, max(place - self.ahead, self.first) - 1, -1))
-
-    def after_backward(self, place: int) -> None:
-        drop(self.order[place])
+        if not self.frees or not x.requires_grad or place < self.first:
+            return x
+        return in_backward(x, lambda: self._bring(range(place, max(place - self.ahead, self.first) - 1, -1)))
 
     def _bring(self, places: range) -> None:
         """Start the gathers of these uses, and wait for the first's."""
         for place in places:
             start_gather(self.order[place], self.axis)
         finish_gather(self.order[places[0]])
-
-
-class _Before(torch.autograd.Function):
-    """Identity behind a unit: its backward runs before the unit's."""
-
-    @staticmethod
-    def forward(ctx, x, units: UnitParameters, place: int):
-        ctx.units, ctx.place = units, place
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.units.before_backward(ctx.place)
-        return dy, None, None
-
-
-class _After(torch.autograd.Function):
-    """Identity ahead of a unit: its backward runs after the unit's."""
-
-    @staticmethod
-    def forward(ctx, x, units: UnitParameters, place: int):
-        ctx.units, ctx.place = units, place
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.units.after_backward(ctx.place)
-        return dy, None, None
 
 
 def start_gather(bucket: FlatBucket, axis: Axis) -> None:

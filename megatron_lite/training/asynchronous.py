@@ -31,10 +31,9 @@ from megatron_lite.optim.clip import clip_coefficient, square_sum
 from megatron_lite.optim.lr import learning_rate, lengths
 from megatron_lite.optim.versions import WeightVelocity, WeightVersions
 from megatron_lite.pipeline.executor import Microbatch, Result, Watch
-from megatron_lite.planner.pipeline import pipeline_of
 from megatron_lite.schedules.actions import Action
 from megatron_lite.schedules.asynchronous import annealed, delay, last_uses, weight_uses
-from megatron_lite.training.setup import Trainer
+from megatron_lite.training.setup import Trainer, num_microbatches
 from megatron_lite.training.step import StepReport, with_keys
 
 UNKNOWN = "on some stage; in an asynchronous pipeline the place is not looked for, as its weights have changed since"
@@ -77,7 +76,7 @@ class _Stream(Sequence[Microbatch]):
     def __init__(self, trainer: Trainer, next_step: Callable[[], Sequence[Batch]], iteration: int):
         self.trainer, self.next_step, self.iteration = trainer, next_step, iteration
         config, self.taken, self.held = trainer.config, -1, []
-        self.per_step = config.train.global_batch_size // (config.train.micro_batch_size * trainer.mesh.dp.size)
+        self.per_step = num_microbatches(config, trainer.mesh.dp.size)
         self.unmasked: dict[int, torch.Tensor] = {}  # tokens of a step in this rank's microbatches
 
     def __len__(self) -> int:
@@ -96,7 +95,7 @@ class _Window(Watch):
     """What happens between the actions from one drain to the next: binds the weights that each uses, and updates them."""
 
     def __init__(self, trainer: Trainer, stream: _Stream, iteration: int, scheduled_samples: int, steps: int):
-        config, mesh, pipeline = trainer.config, trainer.mesh, pipeline_of(trainer.config)
+        config, mesh, pipeline = trainer.config, trainer.mesh, trainer.settled.pipeline
         self.trainer, self.stream, self.iteration, self.scheduled = trainer, stream, iteration, scheduled_samples
         self.actions = pipeline.actions(stream.per_step * steps)[mesh.pp.rank]
         self.uses = weight_uses(pipeline.schedule, self.actions, stream.per_step)

@@ -14,7 +14,6 @@ from megatron_lite.config import Config
 from megatron_lite.data.loader import BatchLoader, Samples
 from megatron_lite.errors import ReportedError, peer_gone
 from megatron_lite.optim.clip import square_sum
-from megatron_lite.schedules import ASYNCHRONOUS
 from megatron_lite.training.asynchronous import steps_to_drain, train_window
 from megatron_lite.training.data import Splits, build_loader
 from megatron_lite.training.evaluate import evaluate
@@ -91,7 +90,7 @@ class Run:
 
     def _run_steps(self, loader: BatchLoader) -> list[StepReport]:
         iteration, scheduled = self.progress.iteration, self.progress.scheduled_samples
-        if self.config.parallel.pipeline_schedule in ASYNCHRONOUS:
+        if self.trainer.settled.pipeline.asynchronous:
             steps = steps_to_drain(self.config, iteration)
             return train_window(self.trainer, loader.next_step, iteration, scheduled, steps)
         batches = loader.next_step()

@@ -186,5 +186,14 @@ def assert_equal_runs(run, reference, rtol, params=True, grad_rtol=None):
             assert relative(run["params"][name], param) <= rtol, f"parameter {name}"
 
 
+def assert_same_bits(run, other):
+    """Losses, norms, every gradient and every parameter are equal."""
+    assert run["losses"] == other["losses"] and run["norms"] == other["norms"]
+    for kind in ("grads", "params"):
+        assert run[kind].keys() == other[kind].keys()
+        for name, tensor in run[kind].items():
+            assert torch.equal(tensor, other[kind][name]), f"{kind} of {name}"
+
+
 def replace(config, group, **fields):
     return dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **fields)})

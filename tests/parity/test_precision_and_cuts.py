@@ -12,6 +12,7 @@ from layouts import (
     LLAMA,
     MODELS,
     assert_equal_runs,
+    assert_same_bits,
     config_for,
     global_batch,
     local_batches,
@@ -44,14 +45,6 @@ def reference():
         return made[key]
 
     return of
-
-
-def assert_same_bits(run, other):
-    assert run["losses"] == other["losses"] and run["norms"] == other["norms"]
-    for kind in ("grads", "params"):
-        assert run[kind].keys() == other[kind].keys()
-        for name, tensor in run[kind].items():
-            assert torch.equal(tensor, other[kind][name]), f"{kind} of {name}"
 
 
 # --------------------------------------------------------------------------------------------------------- precision

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from layouts import GPT, LLAMA, SEQ, cases, config_for, local_batches, merge, run_everywhere, run_steps, slow
+from layouts import GPT, LLAMA, SEQ, assert_same_bits, cases, config_for, local_batches, merge, run_everywhere, run_steps, slow
 
 from megatron_lite.arguments import parse
 from megatron_lite.comm import collectives as comm
@@ -65,14 +65,6 @@ def kept():
         return made[layout, model, precision]
 
     return of
-
-
-def assert_same_bits(run, reference):
-    assert run["losses"] == reference["losses"] and run["norms"] == reference["norms"]
-    for kind in ("grads", "params"):
-        assert run[kind].keys() == reference[kind].keys()
-        for name, tensor in reference[kind].items():
-            assert torch.equal(run[kind][name], tensor), f"{kind}: {name}"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -3,8 +3,7 @@
 import dataclasses
 
 import pytest
-import torch
-from layouts import GPT, LLAMA, assert_equal_runs, config_for, run_everywhere
+from layouts import GPT, LLAMA, assert_equal_runs, assert_same_bits, config_for, run_everywhere
 
 from megatron_lite.schedules import SCHEDULES, build_schedule, schedule_placement
 from megatron_lite.schedules.check import check
@@ -41,13 +40,6 @@ def file_of(folder, name, pp, m, form):
     path = folder / f"{name}_{form.__name__}.txt"
     path.write_text(format_file(schedule, placement))
     return str(path)
-
-
-def assert_same_bits(run, other):
-    assert run["losses"] == other["losses"] and run["norms"] == other["norms"]
-    for kind in ("grads", "params"):
-        for name, tensor in run[kind].items():
-            assert torch.equal(tensor, other[kind][name]), f"{kind} of {name}"
 
 
 SPLIT = {  # name -> (model, schedule, ranks, flags, microbatches, precision)

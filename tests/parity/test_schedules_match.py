@@ -4,8 +4,7 @@ any mixture with tensor and data parallelism; twice the same bits; as many activ
 import dataclasses
 
 import pytest
-import torch
-from layouts import GLOBAL_BATCH, GPT, LLAMA, assert_equal_runs, config_for, merge, run_everywhere, run_layout
+from layouts import GLOBAL_BATCH, GPT, LLAMA, assert_equal_runs, assert_same_bits, config_for, merge, run_everywhere, run_layout
 
 from megatron_lite.planner.pipeline import pipeline_of
 from megatron_lite.schedules import SCHEDULES
@@ -80,13 +79,6 @@ def test_schedule_equals_one_process(pool, references, schedule, mixture, model)
         share = pipeline.placement.chunks_per_share
         assert result["held"] == [report.peak_live[stage] * share] * 2, "held until W"
         assert result["peak"] == [report.peak_live_early[stage] * share] * 2, "held until B"
-
-
-def assert_same_bits(run, other):
-    assert run["losses"] == other["losses"] and run["norms"] == other["norms"]
-    for kind in ("grads", "params"):
-        for name, tensor in run[kind].items():
-            assert torch.equal(tensor, other[kind][name]), f"{kind} of {name}"
 
 
 @pytest.mark.parametrize(("schedule", "world", "flags"), [

@@ -4,38 +4,15 @@ import math
 
 import pytest
 import torch
-from test_transformers import CASES, VOCAB, in_double, reference_of
+from test_transformers import VOCAB, both
 
-from megatron_lite.comm.mesh import Axis, single
-from megatron_lite.convert.families import family_of_model
-from megatron_lite.convert.links import our_tensors
+from megatron_lite.comm.mesh import single
 from megatron_lite.models.past import Past
-from megatron_lite.models.transformer import TransformerStage
-from megatron_lite.parallel.tensor import TensorParallel
 from megatron_lite.training.generate import Sampling, following_logits, generate_batch, next_logits
 from megatron_lite.training.score import perplexity
 
 MODELS = ("llama_gqa", "qwen2", "qwen3", "gpt2")
 GREEDY = Sampling(0.0)
-
-
-def both(case):
-    """(transformers' model, ours with its weights)"""
-    model = CASES[case]
-    torch.manual_seed(5)
-    reference = in_double(reference_of(model)).eval()
-    for name, p in reference.named_parameters():  # biases around 0: a large one in the last norm would choose every token
-        torch.nn.init.normal_(p, 0.5 if p.dim() == 1 and name.endswith("weight") else 0.0, 0.2)
-    theirs = dict(reference.named_parameters())
-    links = family_of_model(model).links(our_tensors(model, VOCAB), theirs)
-    link_of = {link.box.name: link for link in links if not link.alias}
-    tp = TensorParallel(Axis("tp"), False, torch.float64, torch.device("cpu"))
-    ours = TransformerStage(model, VOCAB, 128, range(model.num_layers), True, True, tp).initialise(1)
-    for param in ours.parameters():
-        for box in param.shard.boxes:
-            link = link_of[box.name]
-            box.of_local(param.data).copy_(box.of_full(link.of_theirs(theirs[link.theirs].data)))
-    return reference, ours
 
 
 def prompts(*lengths):
@@ -51,7 +28,7 @@ def text(ours, rows, new, keep):
 
 @pytest.mark.parametrize("case", MODELS)
 def test_greedy_text(case):
-    reference, ours = both(case)
+    reference, ours, _ = both(case)
     rows = prompts(3, 11, 7, 1)
     expected = []
     with torch.no_grad():
@@ -62,12 +39,12 @@ def test_greedy_text(case):
             expected.append(ids[len(row) :])
     assert text(ours, rows, 24, keep=True) == text(ours, rows, 24, keep=False) == expected
     assert [text(ours, [row], 24, keep=True)[0] for row in rows] == expected
-    assert max(len(set(row)) for row in expected) > 3  # not the same token over and over
+    assert max(len(set(row)) for row in expected) > 4  # not the same token over and over
 
 
 @pytest.mark.parametrize("case", MODELS)
 def test_logits_with_kept_keys(case):
-    reference, ours = both(case)
+    reference, ours, _ = both(case)
     rows, more = prompts(5, 2, 9), prompts(6, 6, 6)
     past = Past(16)
     seen = [next_logits([ours], rows, past)]
@@ -83,7 +60,7 @@ def test_logits_with_kept_keys(case):
 @pytest.mark.parametrize("case", ("llama_gqa", "gpt2"))
 @pytest.mark.parametrize("window,stride", ((16, 16), (16, 5), (48, 1), (7, 3)))
 def test_perplexity(case, window, stride):
-    reference, ours = both(case)
+    reference, ours, _ = both(case)
     documents = prompts(50, 1, 16, 17, 30)
     losses = []
     with torch.no_grad():

@@ -11,6 +11,7 @@ from layouts import (
     GPT,
     LLAMA,
     assert_equal_runs,
+    assert_same_bits,
     cases,
     config_for,
     full,
@@ -91,14 +92,6 @@ def test_zero_equals_one_process(pool, references, stage, layout, model, accumul
 
 
 # ------------------------------------------------------------------------------------------------------------- to the bit
-
-
-def assert_same_bits(run, other):
-    assert run["losses"] == other["losses"] and run["norms"] == other["norms"]
-    for kind in ("grads", "params"):
-        assert run[kind].keys() == other[kind].keys()
-        for name, tensor in run[kind].items():
-            assert torch.equal(tensor, other[kind][name]), f"{kind} of {name}"
 
 
 @pytest.mark.parametrize(("stage", "layout"), [

@@ -11,6 +11,7 @@ from layouts import (
     GPT,
     LLAMA,
     assert_equal_runs,
+    assert_same_bits,
     cases,
     config_for,
     local_batches,
@@ -59,14 +60,6 @@ def product(fast, *lists):
 
 def config_of(layout, model, precision="fp64", **options):
     return config_for(MODELS.get(model, model), precision=precision, **LAYOUTS[layout][1], **options)
-
-
-def assert_same_bits(run, other):
-    assert run["losses"] == other["losses"] and run["norms"] == other["norms"]
-    for kind in ("grads", "params"):
-        assert run[kind].keys() == other[kind].keys()
-        for name, tensor in run[kind].items():
-            assert torch.equal(tensor, other[kind][name]), f"{kind} of {name}"
 
 
 def trainer_of(config, world):

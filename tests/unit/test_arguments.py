@@ -49,6 +49,12 @@ BAD = [
     ("--use-rotary-position-embeddings --position-embedding-type none", 1, ["two spellings of one setting"]),
     # asynchronous pipelines
     (f"{PP2} --pipeline-schedule pipedream", 2, ["--pipeline-schedule pipedream: first and last stage", "--untie-"]),
+    (f"{STALE} pipedream --zero-stage 1", 4, ["--zero-stage 1 --pipeline-schedule pipedream: contradict", "several versions"]),
+    (f"{STALE} pipedream --fp16", 2, ["--fp16 --pipeline-schedule pipedream: a loss scale", "--bf16"]),
+    (f"{STALE} pipemare --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2,
+     ["--recompute-granularity full --pipeline-schedule pipemare", "take pipedream"]),
+    (f"{STALE} pipedream --pipeline-split auto", 2, ["--pipeline-split auto: has no effect", "split evenly"]),
+    (f"{STALE} pipedream --trace-dir x", 2, ["--trace-dir x: has no effect", "asynchronous"]),
     (f"{STALE} pipedream --log-params-norm", 2, ["--log-params-norm --pipeline-schedule pipedream", "drop --log-params-norm"]),
     (f"{STALE} pipedream-2bw --global-batch-size 2", 2, ["--pipeline-schedule pipedream-2bw: 1 microbatches", "2 would work"]),
     (f"{STALE} pipemare --num-virtual-stages-per-pipeline-rank 2", 2, ["--pipeline-schedule pipemare", "1 chunk per rank"]),

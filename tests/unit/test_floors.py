@@ -13,7 +13,7 @@ PACKAGE = ROOT / "megatron_lite"
 FLOORS = {
     0: "config grid errors schedules planner __init__",
     1: "comm",
-    2: "parallel precision recompute offload rng",
+    2: "backward offload parallel recompute rng",
     3: "models data tokenizers",
     4: "pipeline optim checkpoint",
     5: "training convert",
