@@ -50,6 +50,9 @@ class Contender:
         return self.module == "ours"
 
 
+CEILING = Contender("matrix products", "ceiling", "single", heap=True)
+
+
 def peers(splits: list[list[int]]) -> list[Contender]:
     """Every peer as it ships. The first of a group is its baseline."""
     bf16, masters = ("bf16",), {"masters": True}

@@ -133,8 +133,6 @@ def real(args: argparse.Namespace) -> dict:
     part = run.result["blocks"][0]
     print(report.block_text(part))
     rows = part["rows"]
-    for row in rows.values():
-        del row["mfu_percent"]  # the ceiling is the speed table's to measure
     part["same name"] = {}
     for name in chosen(args, PIPELINES):
         ours, peer = rows.get(f"ours {name}"), rows.get(f"torch {name}")

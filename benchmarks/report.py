@@ -26,10 +26,12 @@ def summary(rounds: list[dict], warm: dict, cores: int) -> dict:
     }
 
 
-def utilisation(rounds: list[dict], flops_per_token: float, ceiling_gflops: float) -> dict:
-    """The model's FLOPs done per second, as a part of what the machine's matrix product alone reaches."""
-    gflops = statistics.median(map(rate, rounds)) * flops_per_token / 1e9
-    return {"gflops": gflops, "mfu_percent": 100 * gflops / ceiling_gflops}
+def utilisation(rounds: list[dict], flops_per_token: float, ceilings: list[dict]) -> dict:
+    """The model's FLOPs done per second, and as a part of what the machine's matrix products alone reach in the same round
+    (`ceilings`, GFLOP/s by pass of each round): the median over rounds."""
+    gflops = [rate(turn) * flops_per_token / 1e9 for turn in rounds]
+    parts = [100 * mine / ceiling["all"] for mine, ceiling in zip(gflops, ceilings, strict=True)]
+    return {"gflops": statistics.median(gflops), "mfu_percent": statistics.median(parts)}
 
 
 def paired_ratio(a: dict, b: dict) -> float:
@@ -97,7 +99,9 @@ def block_text(block: dict) -> str:
         f"micro-batch {block['micro_batch']}, global batch {block['global_batch']}; "
         f"base: {block['baseline']}, losses against: {block['reference']}"
     )
-    parts = ["", head, table(block["rows"]) if block["rows"] else "(nobody ran)"]
+    passes = {name: statistics.median(ceiling[name] for ceiling in block["ceiling"]) for name in block["ceiling"][0]}
+    products = "matrix products alone, GFLOP/s: " + ", ".join(f"{name} {speed:.0f}" for name, speed in passes.items())
+    parts = ["", head, products, table(block["rows"]) if block["rows"] else "(nobody ran)"]
     parts += [f"left out: {name}: {why}" for name, why in block["failed"].items()]
     for key, r in block["ratios"].items():
         parts.append(f"{key}: {r['ratio']:.3f}  ({r['ours']} / {r['peer']})")

@@ -5,7 +5,8 @@
 Each contender is a process (or a pair of ranks) that builds model W once, from the same weights, and then waits. The
 driver lets them run in turn, a few steps at a time, in an order that changes every round, so that a slow minute of the
 machine falls on all of them. Reported are medians over rounds. Every peer runs as it ships and with our allocator
-settings ("+heap"). A GEMM measurement at the model's shapes opens and closes the run: MFU is against the better one.
+settings ("+heap"). A process that only multiplies matrices of the model's shapes takes its turn in every round: MFU is
+the median over rounds of a contender's FLOPs per second as a part of that round's.
 
 Run it on a quiet machine: "cpu %" well under 100 for single-process rows says that somebody else was computing.
 """
@@ -13,7 +14,6 @@ Run it on a quiet machine: "cpu %" well under 100 for single-process rows says t
 import argparse
 import fnmatch
 import json
-import math
 import os
 import platform
 import sys
@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import report  # noqa: E402
-from benchmarks.contenders import HEAP, LAYOUTS, Contender, block  # noqa: E402
+from benchmarks.contenders import CEILING, HEAP, LAYOUTS, Contender, block  # noqa: E402
 from benchmarks.peers.spec import SHAPES, Shape, Spec, write_weights  # noqa: E402
 from benchmarks.processes import ContenderError, Handle  # noqa: E402
 
@@ -103,7 +103,6 @@ class Run:
             "flops_per_token": self.shape.flops_per_token(),
             "steps_per_turn": args.steps,
             "rounds": args.rounds,
-            "ceiling": {},
             "blocks": [],
         }
 
@@ -124,24 +123,6 @@ class Run:
         python = self.args.litgpt_python if contender.module == "lit" else sys.executable
         return Handle(contender, spec, self.folder, python)
 
-    def ceiling(self, when: str) -> None:
-        """Measure GEMM speed in a process of its own."""
-        handle = self.start(Contender("ceiling", "ceiling", "single", heap=True, options={"dtypes": self.args.dtype}), "fp32")
-        try:
-            handle.hear(120)
-            rates = self.result["ceiling"][when] = handle.run(1)["gflops"]
-        finally:
-            handle.close()
-        text = "; ".join(
-            f"{dtype} {r['all']:.0f} (forward {r['forward']:.0f}, dgrad {r['dgrad']:.0f}, wgrad {r['wgrad']:.0f})"
-            for dtype, r in rates.items()
-        )
-        print(f"GEMM ceiling at the {when}, GFLOP/s: {text}", flush=True)
-
-    def ceiling_of(self, dtype: str) -> float:
-        """The better of the ceilings measured so far, GFLOP/s; nan if none was."""
-        return max((rates[dtype]["all"] for rates in self.result["ceiling"].values()), default=math.nan)
-
     def block(self, group: str, dtype: str) -> None:
         """Run the contenders of one block and keep what they answered."""
         args = self.args
@@ -154,9 +135,9 @@ class Run:
             self.measure(contenders, group, dtype)
 
     def measure(self, contenders: list[Contender], group: str, dtype: str) -> None:
-        """Run these contenders beside each other."""
+        """Run these contenders, and the measure of matrix products alone, beside each other."""
         failed: dict[str, str] = {}
-        handles = self.start_all(contenders, dtype, failed)
+        handles = self.start_all([CEILING, *contenders], dtype, failed)
         try:
             answers = self.rounds(handles, failed)
         finally:
@@ -204,18 +185,19 @@ class Run:
                     answers.pop(name, None)
                     handles[name].close()
                     continue
-                print(f"  {'round ' + str(turn) if turn else 'warm-up'}: {name} "
-                      f"{answer['tokens'] / answer['seconds']:.0f} tok/s", file=sys.stderr, flush=True)  # fmt: skip
+                speed = f"{answer['gflops']['all']:.0f} GFLOP/s" if "gflops" in answer else f"{report.rate(answer):.0f} tok/s"
+                print(f"  {f'round {turn}' if turn else 'warm-up'}: {name} {speed}", file=sys.stderr, flush=True)
         return {name: answers[name] for name in handles if name in answers}
 
     def summarise(self) -> None:
-        """Turn the answers into rows, now that the closing ceiling is known."""
+        """Turn the answers into rows."""
         for part in self.result["blocks"]:
             contenders, answers = part.pop("contenders"), part.pop("answers")
-            ceiling, flops = self.ceiling_of(part["dtype"]), self.shape.flops_per_token()
+            _, *ceilings = [answer["gflops"] for answer in answers.pop(CEILING.name, [])] or [None]
+            part["ceiling"], flops = ceilings, self.shape.flops_per_token()
             cores = part["world"] * part["threads"]
             rows = part["rows"] = {
-                name: report.summary(rounds, warm, cores) | report.utilisation(rounds, flops, ceiling)
+                name: report.summary(rounds, warm, cores) | report.utilisation(rounds, flops, ceilings)
                 for name, (warm, *rounds) in answers.items()
             }
             part["baseline"] = next(iter(rows), None)
@@ -238,11 +220,9 @@ def main(argv=None) -> None:
             print(f"{key}: {value}")
         print(f"model {args.shape}: {run.shape}, {run.result['parameters']:,} parameters, "
               f"{run.result['flops_per_token'] / 1e6:.1f} MFLOP per token")  # fmt: skip
-        run.ceiling("start")
         for dtype in args.dtype:
             for group in args.groups:
                 run.block(group, dtype)
-        run.ceiling("end")
         run.result["facts"]["load_average_end"] = os.getloadavg()
         run.summarise()
     for part in run.result["blocks"]:

@@ -72,8 +72,6 @@ def main(argv=None) -> None:
     block["ratios"], lines = {}, ratios(block["rows"])
     print(report.block_text(block))
     print("\n".join(lines))
-    for row in block["rows"].values():
-        del row["mfu_percent"]  # no ceiling was measured
     if args.out:
         Path(args.out).write_text(json.dumps(run.result | {"ratios": lines}, indent=1) + "\n")
 
