@@ -142,8 +142,8 @@ class P2P:
                 dist.recv(hello, group=group, group_src=source)
 
     def send(self, tensor: torch.Tensor, peer: int, kind: str, chunk: int, microbatch: int) -> None:
-        """Start sending; the tensor must not be written any more."""
-        flat, tag = tensor.detach().contiguous(), _tag(kind, chunk, microbatch)
+        """Start sending; the tensor has no graph and must not be written any more."""
+        flat, tag = tensor.contiguous(), _tag(kind, chunk, microbatch)
         if self.mailbox is not None:
             self.mailbox.send(flat, peer, tag)
             return
