@@ -297,7 +297,7 @@ def resolve(config: Config, given: Iterable[str], world_size: int) -> Config:
         batch = train.micro_batch_size * dp
     iterations = train.train_iters
     if iterations is None and train.train_samples and batch and batch > 0:
-        iterations = replace(train, global_batch_size=batch).batch_sizes.steps(train.train_samples)
+        iterations = replace(train, global_batch_size=batch).batch_sizes.steps(train.train_samples) or None
     parallel = config.parallel
     if parallel.data_parallel_sharding_strategy is not None:
         parallel = replace(parallel, zero_stage=SHARDING_STRATEGIES.index(parallel.data_parallel_sharding_strategy))

@@ -1,6 +1,6 @@
 """Rules about batches: what a step is cut into, a batch size that grows (`--rampup-batch-size`), steps that are left out."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megatron_lite.planner.pipeline import AUTO, Pipeline
 from megatron_lite.rampup import is_ramp
@@ -56,9 +56,12 @@ def rampup(s: Values, pipeline: Pipeline | None) -> Iterator[Problem]:
 
 def _nearest_ramp(ramp: tuple[int, int, int], full: int, each: int) -> str:
     """The closest start and increment that work."""
+    def closest(value: int, works: Callable[[int], bool]) -> list[int]:
+        return [value] if works(value) else nearest(value, works)
+
     found = [(abs(start - ramp[0]) + abs(step - ramp[1]), start, step)
-             for start in nearest(ramp[0], lambda n: n % each == 0 and n < full)
-             for step in nearest(ramp[1], lambda n, start=start: n % each == 0 and (full - start) % n == 0)]  # fmt: skip
+             for start in closest(ramp[0], lambda n: n % each == 0 and n < full)
+             for step in closest(ramp[1], lambda n, start=start: n % each == 0 and (full - start) % n == 0)]  # fmt: skip
     if not found:
         return "drop it: there is no smaller batch"
     _, start, step = min(found)

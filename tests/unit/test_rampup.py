@@ -67,7 +67,7 @@ def parsed(text, world=1):
 
 def test_samples_give_the_iterations():
     config, problems = parsed("--global-batch-size 8 --rampup-batch-size 2 2 12 --train-samples 40")
-    assert problems == [] and config.train.train_iters == 7  # 2 2 | 4 | 4 (12 is passed at the 4th) 8 8 8: 36 samples
+    assert problems == [] and config.train.train_iters == 7  # 2 2 4 6 8 8 8
     assert config.train.batch_sizes.samples(7) <= 40 < config.train.batch_sizes.samples(8)
 
 
