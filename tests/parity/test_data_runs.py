@@ -161,8 +161,8 @@ def mean_loss(config, prefix):
 
 
 @pytest.mark.parametrize(("world", "flags"), [
-    (1, "--micro-batch-size 2"), (2, "--micro-batch-size 1 --pipeline-model-parallel-size 2"), (2, "--micro-batch-size 2"),
-    slow(4, "--micro-batch-size 1 --pipeline-model-parallel-size 4"),
+    (1, "--micro-batch-size 2"), (4, "--micro-batch-size 1 --pipeline-model-parallel-size 4"), (2, "--micro-batch-size 2"),
+    slow(2, "--micro-batch-size 1 --pipeline-model-parallel-size 2"),
     slow(2, "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipe"),
 ])  # fmt: skip
 def test_validation_sets_by_name_each_scored_whole(pool, corpora, world, flags):
