@@ -7,12 +7,14 @@
 The order depends on the data set alone, not on the layout: every rank that needs tokens goes through the whole stream and
 keeps its own samples. Where window g begins is known once all rows before it were tokenised; so that a resumed run need
 not do that again, the checkpoint holds `position(g)`: the data set's own state before the row in which window g begins,
-and how many tokens of that row are passed. Without it, the stream is read on from its start to the sample asked for.
+how many tokens of that row are passed, and a checksum of it. Without one that fits, the stream is read on from its start to the
+sample asked for.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
+from zlib import crc32
 
 import numpy as np
 
@@ -89,7 +91,7 @@ class StreamedSamples:
         self._fill(1)
         row = self._held[0]
         return {"sample": sample, "source": list(self.source), "seq_length": self.seq_length, "epoch": row.epoch,
-                "row": row.number, "rows": row.before, "tokens": self._passed}  # fmt: skip
+                "row": row.number, "rows": row.before, "tokens": self._passed, "crc32": crc32(row.tokens)}  # fmt: skip
 
     def seek(self, sample: int, position: dict | None) -> str | None:
         """Stand at `sample`, where `position` (of a checkpoint) is; None, or what to tell people if it cannot be used."""
@@ -99,7 +101,11 @@ class StreamedSamples:
         if stored != {"sample": sample, "source": list(self.source), "seq_length": self.seq_length}:
             return f"{self.source}: the checkpoint does not say where sample {sample:,} begins: reading on to it from the start"
         self._begin(sample, position["rows"], position["epoch"], position["row"], position["tokens"])
-        return None
+        self._fill(1)
+        if crc32(self._held[0].tokens) == position["crc32"]:
+            return None
+        self._begin(0, self._fresh)
+        return f"{self.source}: has changed, or its tokenizer has: reading on to sample {sample:,} from the start"
 
     def describe(self, num_samples: int) -> str:
         """One line for the start-up log."""

@@ -95,6 +95,13 @@ def test_without_a_position_it_is_read_on_to():
     assert samples_of(texts, length).seek(0, None) is None
 
 
+def test_a_text_that_has_changed_is_noticed():
+    position = samples_of(["abcde", "fg", "hi"], 3).position(3)
+    samples = samples_of(["abcde", "fg", "hj"], 3)
+    assert "has changed" in samples.seek(3, position)
+    assert samples[3].tolist() == stream_of(["abcde", "fg", "hj"], 40)[9:13].tolist()
+
+
 @pytest.mark.parametrize("mbs, size, prefetch", [(1, 1, 0), (1, 4, 2), (2, 2, 0), (4, 1, 2)])
 def test_every_layout_reads_the_same_and_goes_on_from_anothers_checkpoint(mbs, size, prefetch):
     texts, sizes = ["one day", "", "another day", "x"], BatchSizes(8, (4, 4, 12))
