@@ -98,4 +98,5 @@ def skipping(s: Values) -> Iterator[Problem]:
     outside = [n for n in skipped if n < 1 or n > (s.train_iters or n)]
     if outside:
         last = f" to {s.train_iters}" if s.train_iters else " on"
-        yield about(s, "iterations_to_skip", f"{outside[0]} is no iteration of the run, which are counted from 1{last}", "drop it")
+        text = f"{outside[0]} is no iteration of the run, which are counted from 1{last}"
+        yield about(s, "iterations_to_skip", text, "drop it")

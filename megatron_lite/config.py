@@ -249,7 +249,8 @@ class TrainConfig:
     micro_batch_size: int | None = flag(None, "samples per forward pass on one data-parallel rank", type=int)
     global_batch_size: int | None = flag(None, "samples per step (default micro-batch times dp)", type=int)
     rampup_batch_size: tuple[int, ...] | None = flag(None, "START INCREMENT SAMPLES: steps begin with START samples and take "
-        "INCREMENT more after equal parts of SAMPLES, up to --global-batch-size (needs --train-samples)", nargs="+", type=int)  # fmt: skip
+        "INCREMENT more after equal parts of SAMPLES, up to --global-batch-size (needs --train-samples)", nargs="+",
+        type=int)  # fmt: skip
     train_iters: int | None = flag(None, "steps to train", type=int)
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", type=int)
     iterations_to_skip: tuple[int, ...] | None = flag(None, "iterations, as the log line counts them, that consume their samples "

@@ -47,6 +47,7 @@ DATA_PATHS = ("data_path", "data_args_path", "train_data_path", "valid_data_path
 ONE_OR_EACH = "data is cut by --split, or named for training, validation and test"
 FIXED = "one says how the layers are cut, the other leaves it to be found out"
 GROWING = "the length of an iteration in samples changes while the batch grows; give it in samples"
+BY_ITERATIONS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 
 # Flags that exclude each other, and what each of them means.
 CONFLICTS = (
@@ -68,7 +69,7 @@ CONFLICTS = (
     *(("mock_data", name, "the tokens are made up or read, not both") for name in DATA_PATHS),
     ("data_path", "data_args_path", "both name the data"),
     *((name, "dataset_name", "both name the training data") for name in ("data_path", "data_args_path", "train_data_path")),
-    *(("rampup_batch_size", name, GROWING) for name in ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")),
+    *(("rampup_batch_size", name, GROWING) for name in BY_ITERATIONS),
     ("data_path", "train_data_path", ONE_OR_EACH),
     ("data_path", "valid_data_path", ONE_OR_EACH),
     ("data_path", "test_data_path", ONE_OR_EACH),

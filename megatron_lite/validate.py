@@ -55,8 +55,8 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
-    for rules in (_attention, _positions, _layout, _zero, compression, batch_rules.batch, _rampup, batch_rules.skipping, _pipeline,
-                  _asynchronous, _activations, _scale, _fp8, _rate, _warmup, _data):  # fmt: skip
+    for rules in (_attention, _positions, _layout, _zero, compression, batch_rules.batch, _rampup, batch_rules.skipping,
+                  _pipeline, _asynchronous, _activations, _scale, _fp8, _rate, _warmup, _data):  # fmt: skip
         problems += rules(values)
     return problems
 

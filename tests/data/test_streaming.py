@@ -14,7 +14,7 @@ from megatron_lite.data.streaming import Source, StreamedSamples, open_rows
 from megatron_lite.rampup import BatchSizes
 from megatron_lite.tokenizers import ByteTokenizer
 
-EOD = ByteTokenizer().eod
+EOD, ENCODE = ByteTokenizer().eod, ByteTokenizer().encode
 LIST = Source("a list")
 
 
@@ -37,7 +37,7 @@ class Listed:
         self.start = state["at"]
 
 
-def samples_of(texts, length, encode=ByteTokenizer().encode):
+def samples_of(texts, length, encode=ENCODE):
     return StreamedSamples(Listed(texts), LIST, encode, EOD, length)
 
 

@@ -168,8 +168,8 @@ def mean_loss(config, prefix):
 def test_validation_sets_by_name_each_scored_whole(pool, corpora, world, flags):
     """Uneven sets: 9, 5 and 14 samples in batches of 4. With a rate of zero the weights stay as they start."""
     sets = f"web={corpora}/web code={corpora}/code both={corpora}/web {corpora}/code"
-    text = f"{TINY} --fp64 --lr 0 {VALIDATED} --train-data-path {corpora}/train --valid-data-path {sets} --full-validation {flags}"
-    _, evaluations, said, _ = run(pool, world, text)
+    text = f"{TINY} --fp64 --lr 0 {VALIDATED} --full-validation --train-data-path {corpora}/train {flags}"
+    _, evaluations, said, _ = run(pool, world, f"{text} --valid-data-path {sets}")
     config, _ = parse(f"{TINY} --fp64 --lr 0 --train-iters 2 --mock-data --micro-batch-size 1".split(), 1)
     web, code = (mean_loss(config, corpora / name) for name in ("web", "code"))
     expected = {"web": web, "code": code, "both": (9 * web + 5 * code) / 14}
