@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron_lite.arguments import format_arguments, format_problems, parse, tokenizer_arguments, with_vocab_size
@@ -30,7 +30,7 @@ def silent(text: str) -> None:
     pass
 
 
-def pretrain(config: Config, eod: int | None, started: float) -> None:
+def pretrain(config: Config, eod: int | None, encode: Callable | None, started: float) -> None:
     """Join the other ranks, build this rank's share, and train to the end."""
     from megatron_lite.comm import launch  # torch takes a second to import: not needed for a dry run or a bad flag
     from megatron_lite.comm.mesh import build_mesh
@@ -43,7 +43,7 @@ def pretrain(config: Config, eod: int | None, started: float) -> None:
 
     check_sinks(config)
     stop = StopSignal().install()
-    splits = build_splits(config, eod)
+    splits = build_splits(config, eod, encode)
     rank, world, device = launch.init_from_env(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
     if device.type == "cpu":
         launch.set_threads(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -69,10 +69,10 @@ def leave() -> None:
     launch.shutdown()
 
 
-def read_tokenizer(config: Config) -> tuple[Config, int | None]:
-    """The configuration with the tokenizer's vocabulary, and the id that ends a document (None without a tokenizer)."""
+def read_tokenizer(config: Config) -> tuple[Config, int | None, Callable | None]:
+    """The configuration with the tokenizer's vocabulary, the id that ends a document, and text -> ids (None without one)."""
     if config.data.tokenizer_type is None:
-        return config, None
+        return config, None, None
     from megatron_lite.tokenizers import TokenizerError, build_tokenizer
 
     tokenizer = build_tokenizer(*tokenizer_arguments(config))
@@ -82,7 +82,7 @@ def read_tokenizer(config: Config) -> tuple[Config, int | None]:
         if config.data.eod_mask_loss:
             raise
         eod = None
-    return with_vocab_size(config, tokenizer.vocab_size), eod
+    return with_vocab_size(config, tokenizer.vocab_size), eod, tokenizer.encode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,14 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell(format_problems(problems))
         return 2
     try:
-        config, eod = read_tokenizer(config)
+        config, eod, encode = read_tokenizer(config)
         if config.train.dry_run:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--dry-run | head` ends quietly
             say(dry_run_report(config, config.grid))
             return 0
         if rank == 0:
             say("\n".join([format_arguments(config), *pipeline_warnings(config)]))
-        pretrain(config, eod, started)
+        pretrain(config, eod, encode, started)
         leave()
     except ReportedError as error:
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)

@@ -41,6 +41,7 @@ ELSEWHERE = {
     "--distribute-saved-activations": "use --sequence-parallel: a recomputed layer then keeps its cut input",
     "--checkpoint-activations": "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--cpu-offloading": "drop it: --cpu-offloading-num-layers turns it on",
+    "--multiple-validation-sets": "name the sets: --valid-data-path web=A code=B",
     "--log-throughput": "drop it: the log line always has the throughput",
     "--save-retain-interval": "use --save-retain N: the newest N checkpoints are kept",
     "--no-save-rng": "drop it: dropout and data order follow from --seed and the position, there is no random state to save",
@@ -247,8 +248,12 @@ def _unreadable(field: Field, flag: str, words: list[str]) -> Problem:
         nearby = [choice for choice in choices if choice.lower() in close]
         return Problem(shown, "is not one of the choices", f"nearest values that work: {', '.join(nearby or choices)}")
     if _type(field) is int:
-        return Problem(shown, "is not a whole number", _whole(words[0]))
+        return Problem(shown, "is not a whole number", _whole(next(filter(_not_whole, words), words[0])))
     return Problem(shown, "is not a number", f"for example {field.default}" if field.default is not None else "")
+
+
+def _not_whole(word: str) -> bool:
+    return not word.removeprefix("-").isdigit()
 
 
 def _whole(word: str) -> str:
@@ -272,7 +277,7 @@ def resolve(config: Config, given: Iterable[str], world_size: int) -> Config:
     """Fill in what follows from other settings. What cannot be derived stays None; `validate` says why.
 
     head size = hidden / heads; MLP = 4h, with SwiGLU 64 * floor(4h * 2/3 / 64); positions = sequence length;
-    global batch = micro-batch * dp; iterations = samples // global batch; vocabulary = the tokenizer's own, and with
+    global batch = micro-batch * dp; iterations = steps that the samples last for; vocabulary = the tokenizer's own, and with
     NullTokenizer one more than a given --vocab-size (its ids are 0 ... N-1, its end of document is N).
     """
     model, train, given = config.model, config.train, frozenset(given)
@@ -292,7 +297,7 @@ def resolve(config: Config, given: Iterable[str], world_size: int) -> Config:
         batch = train.micro_batch_size * dp
     iterations = train.train_iters
     if iterations is None and train.train_samples and batch and batch > 0:
-        iterations = train.train_samples // batch
+        iterations = replace(train, global_batch_size=batch).batch_sizes.steps(train.train_samples) or None
     parallel = config.parallel
     if parallel.data_parallel_sharding_strategy is not None:
         parallel = replace(parallel, zero_stage=SHARDING_STRATEGIES.index(parallel.data_parallel_sharding_strategy))

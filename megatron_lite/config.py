@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_lite.grid import Grid
+from megatron_lite.rampup import BatchSizes, is_ramp
 from megatron_lite.schedules import EVERY
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # their place is the ZeRO stage
@@ -222,7 +223,13 @@ class DataConfig:
         "as: weight prefix weight prefix ...", nargs="+", type=str)  # fmt: skip
     train_data_path: tuple[str, ...] | None = flag(None, "the same for training alone, instead of --data-path and --split",
         nargs="+", type=str)  # fmt: skip
-    valid_data_path: tuple[str, ...] | None = flag(None, "the same for validation", nargs="+", type=str)
+    valid_data_path: tuple[str, ...] | None = flag(None, "the same for validation; name=prefix begins a set of that name, as in: "
+        "web=A code=B C, each of which is scored alone", nargs="+", type=str)  # fmt: skip
+    dataset_name: str | None = flag(None, "Hugging Face data set, by name or folder, that training text is streamed from",
+        type=str)  # fmt: skip
+    dataset_config: str | None = flag(None, "configuration of --dataset-name", type=str)
+    dataset_split: str = flag("train", "part of --dataset-name that is trained on")
+    dataset_text_key: str = flag("text", "column of --dataset-name that holds the text")
     test_data_path: tuple[str, ...] | None = flag(None, "the same for a test at the end of the run", nargs="+", type=str)
     data_args_path: str | None = flag(None, "file that holds what --data-path would be given", type=str)
     split: str = flag("969,30,1", "shares of the documents for training, validation, test", type=str)
@@ -241,18 +248,30 @@ class TrainConfig:
 
     micro_batch_size: int | None = flag(None, "samples per forward pass on one data-parallel rank", type=int)
     global_batch_size: int | None = flag(None, "samples per step (default micro-batch times dp)", type=int)
+    rampup_batch_size: tuple[int, ...] | None = flag(None, "START INCREMENT SAMPLES: steps begin with START samples and take "
+        "INCREMENT more after equal parts of SAMPLES, up to --global-batch-size (needs --train-samples)", nargs="+",
+        type=int)  # fmt: skip
     train_iters: int | None = flag(None, "steps to train", type=int)
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", type=int)
+    iterations_to_skip: tuple[int, ...] | None = flag(None, "iterations, as the log line counts them, that consume their samples "
+        "and train nothing", nargs="+", type=int)  # fmt: skip
     exit_interval: int | None = flag(None, "stop (and save) at iterations divisible by this", type=int)
     exit_duration_in_mins: float | None = flag(None, "stop (and save) after so many minutes", type=float)
     max_consecutive_skips: int = flag(10, "steps in a row without a finite loss and gradient that end the run; "
         "overflows for which --fp16 has a lower loss scale to try are not counted")  # fmt: skip
     eval_iters: int = flag(100, "batches per evaluation")
     eval_interval: int | None = flag(None, "iterations between evaluations (default: none)", type=int)
+    full_validation: bool = flag(False, "an evaluation scores every sample of each validation set once, not --eval-iters batches")
     seed: int = flag(1234, "seed of weights, data order and dropout")
     compile: bool = flag(False, "torch.compile the element-wise parts of every layer")
     dry_run: bool = flag(False, "print grid, stages, schedule, parameters and memory per rank, then exit")
     world_size: int | None = flag(None, "ranks to plan for (given with --dry-run; otherwise it is the launcher's)", type=int)
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Samples of every step of the run."""
+        ramp = self.rampup_batch_size
+        return BatchSizes(self.global_batch_size, ramp if is_ramp(ramp, self.global_batch_size) else None)
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,11 @@ SHARES = (
 UNEVEN = "one makes all stages equal, the other does not (--num-virtual-stages-per-pipeline-rank goes with it)"
 CONSTANT = "the scale is constant or dynamic"
 
-DATA_PATHS = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
+DATA_PATHS = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "dataset_name")
 ONE_OR_EACH = "data is cut by --split, or named for training, validation and test"
 FIXED = "one says how the layers are cut, the other leaves it to be found out"
+GROWING = "the length of an iteration in samples changes while the batch grows; give it in samples"
+BY_ITERATIONS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 
 # Flags that exclude each other, and what each of them means.
 CONFLICTS = (
@@ -66,6 +68,8 @@ CONFLICTS = (
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "both set the length of the final decay"),
     *(("mock_data", name, "the tokens are made up or read, not both") for name in DATA_PATHS),
     ("data_path", "data_args_path", "both name the data"),
+    *((name, "dataset_name", "both name the training data") for name in ("data_path", "data_args_path", "train_data_path")),
+    *(("rampup_batch_size", name, GROWING) for name in BY_ITERATIONS),
     ("data_path", "train_data_path", ONE_OR_EACH),
     ("data_path", "valid_data_path", ONE_OR_EACH),
     ("data_path", "test_data_path", ONE_OR_EACH),
@@ -150,8 +154,14 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("lr_warmup_init", lambda s: not (s.lr_warmup_iters or s.lr_warmup_samples or s.lr_warmup_fraction),
      "needs a warm-up: --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction"),
     ("eval_iters", lambda s: s.eval_interval is None and s.test_data_path is None, "needs --eval-interval or --test-data-path"),
+    ("eval_iters", lambda s: s.full_validation and s.eval_interval is not None and s.test_data_path is None,
+     "--full-validation scores whole sets"),
+    ("full_validation", lambda s: s.eval_interval is None, "needs --eval-interval"),
+    ("full_validation", lambda s: s.mock_data, "made-up data has no end"),
     ("split", lambda s: s.mock_data, "made-up tokens are not split"),
     ("split", lambda s: s.train_data_path is not None, "--train-data-path is read whole"),
+    ("split", lambda s: s.dataset_name is not None, "--dataset-split names the part of --dataset-name that is read"),
+    ("dataset_config dataset_split dataset_text_key", lambda s: s.dataset_name is None, "needs --dataset-name"),
     ("valid_data_path", lambda s: s.eval_interval is None, "needs --eval-interval"),
     ("tokenizer_model", lambda s: s.tokenizer_type not in FROM_FILES,
      f"needs --tokenizer-type {' or '.join(FROM_FILES)}"),
@@ -203,7 +213,7 @@ def about(s: Values, names: str, message: str, fix: str = "") -> Problem:
         elif value is None or value is True:
             shown.append(flag_name(name))
         else:
-            shown.append(f"{flag_name(name)} {' '.join(value) if isinstance(value, tuple) else value}")
+            shown.append(f"{flag_name(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
     return Problem(tuple(shown), message, fix)
 
 
@@ -250,8 +260,10 @@ def missing(s: Values) -> Iterator[Problem]:
         yield about(s, "lr", "is missing", "give the peak learning rate, for example 3e-4")
     if s.train_iters is None and s.train_samples is None:
         yield about(s, "train_iters", "is missing", "give --train-iters or --train-samples")
-    if s.valid_data_path or s.test_data_path or s.train_data_path:
-        if s.train_data_path is None and not (s.data_path or s.data_args_path):
+    if s.dataset_name is not None and s.tokenizer_type is None:
+        yield about(s, "dataset_name", "is text, and nothing says how it becomes tokens", "add --tokenizer-type")
+    if s.valid_data_path or s.test_data_path or s.train_data_path or s.dataset_name:
+        if s.train_data_path is None and not (s.data_path or s.data_args_path or s.dataset_name):
             yield about(s, "train_data_path", "is missing", "name the training data beside that for validation and test")
         if s.valid_data_path is None and s.eval_interval is not None:
             yield about(s, "valid_data_path", "is missing", "name the validation data, or drop --eval-interval")

@@ -10,14 +10,17 @@ A value out of range is taken as absent by the rules after it, so that one mista
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from fractions import Fraction
 from functools import partial
 
+from megatron_lite import batch_rules
 from megatron_lite.config import GROUPS, Config, ParallelConfig
 from megatron_lite.data.blend import read_blend
 from megatron_lite.data.indexed import DataError
 from megatron_lite.data.samples import parse_split
+from megatron_lite.data.sets import read_sets
 from megatron_lite.planner.automatic import allowed_chunks, plainest_pipeline
 from megatron_lite.planner.pipeline import AUTO, Pipeline
 from megatron_lite.rules import (
@@ -52,8 +55,8 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
-    for rules in (_attention, _positions, _layout, _zero, compression, _batch, _pipeline, _asynchronous, _activations, _scale,
-                  _fp8, _rate, _warmup, _data):  # fmt: skip
+    for rules in (_attention, _positions, _layout, _zero, compression, batch_rules.batch, _rampup, batch_rules.skipping,
+                  _pipeline, _asynchronous, _activations, _scale, _fp8, _rate, _warmup, _data):  # fmt: skip
         problems += rules(values)
     return problems
 
@@ -160,21 +163,12 @@ def _cut(s: Values, tp: int) -> Iterator[Problem]:
             yield about(s, f"{name} tensor_model_parallel_size", text, nearest_values(**choices))
 
 
-def _batch(s: Values) -> Iterator[Problem]:
-    micro, batch = s.micro_batch_size, s.global_batch_size
-    if have(batch, s.train_samples) and s.train_samples < batch:
-        fix = nearest_values(train_samples=[batch])
-        yield about(s, "train_samples global_batch_size", "the run would be shorter than a step", fix)
-    if not have(micro, batch, s.dp):
-        return
-    each = micro * s.dp
-    if batch % each:
-        fix = nearest_values(
-            global_batch_size=nearest(batch, lambda n: n % each == 0),
-            micro_batch_size=nearest(micro, lambda n: batch % (n * s.dp) == 0),
-        )
-        text = f"{batch} is not a multiple of {micro} x dp {s.dp} = {each}"
-        yield about(s, "global_batch_size micro_batch_size", text, fix)
+def _rampup(s: Values) -> Iterator[Problem]:
+    pipeline = None
+    if have(s.num_layers, s.pipeline_model_parallel_size) and min(s.num_layers, s.pipeline_model_parallel_size) <= FARTHEST:
+        with suppress(ValueError):  # no stages: `_pipeline` says why
+            pipeline = _plan(s)
+    return batch_rules.rampup(s, pipeline)
 
 
 def _pipeline(s: Values) -> Iterator[Problem]:
@@ -364,11 +358,16 @@ def _data(s: Values) -> Iterator[Problem]:
         text, fix = f"the tokenizer has {BYTE_VOCABULARY} ids", nearest_values(vocab_size=[BYTE_VOCABULARY])
         yield about(s, "vocab_size tokenizer_type", text, fix)
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = getattr(s, name) or ()
         try:
-            read_blend(getattr(s, name) or ())
+            for own in read_sets(words).values() if name == "valid_data_path" else (words,):
+                weights, _ = read_blend(own)
+                if weights is not None and name == "valid_data_path" and s.full_validation and len(weights) > 1:
+                    text = "contradict each other: each set is scored whole, so weights have no effect"
+                    yield about(s, "valid_data_path full_validation", text, "drop the weights, or --full-validation")
         except DataError as error:
             yield about(s, name, str(error))
-    if s.split is None or s.mock_data or s.train_data_path:
+    if s.split is None or s.mock_data or s.train_data_path or s.dataset_name:
         return
     try:
         training, validation, _ = parse_split(s.split)

@@ -20,6 +20,7 @@ import numpy as np
 from megatron_lite.data.blend import BlendedSamples, read_blend
 from megatron_lite.data.indexed import CHUNK, DataError, IndexedDataset
 from megatron_lite.data.loader import StepReader
+from megatron_lite.rampup import BatchSizes, is_ramp
 from megatron_lite.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerError, build_tokenizer
 from megatron_lite.training.data import open_samples
 
@@ -80,11 +81,10 @@ def shown(ids: np.ndarray, tokenizer: Tokenizer | None) -> str:
 def samples_of(arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> str:
     """The samples that one data-parallel rank reads in one iteration, as the loader would."""
     samples = open_samples(arguments.data_path, arguments.seq_length, arguments.seed, "train", arguments.split)
-    per_pass = arguments.micro_batch_size * arguments.dp
-    reader = StepReader(samples, arguments.micro_batch_size, arguments.global_batch_size // per_pass, arguments.rank,
-                        arguments.dp, np.iinfo(np.int64).max, None)  # fmt: skip
-    consumed, lines = (arguments.iteration - 1) * arguments.global_batch_size, []
-    for microbatch in range(reader.num_microbatches):
+    sizes = BatchSizes(arguments.global_batch_size, tuple(arguments.rampup_batch_size) if arguments.rampup_batch_size else None)
+    reader = StepReader(samples, arguments.micro_batch_size, sizes, arguments.rank, arguments.dp, np.iinfo(np.int64).max, None)
+    consumed, lines = sizes.samples(arguments.iteration - 1), []
+    for microbatch in range(reader.num_microbatches(consumed)):
         for number in reader.sample_numbers(consumed, microbatch):
             source = ""
             if isinstance(samples, BlendedSamples):
@@ -109,6 +109,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dp", type=int, default=1, help="data-parallel size of the run (default 1)")
     add("--micro-batch-size", type=int, default=1)
     add("--global-batch-size", type=int, help="default: micro-batch size x dp")
+    add("--rampup-batch-size", type=int, nargs=3, metavar=("START", "INCREMENT", "SAMPLES"), help="of the run")
     add("--seq-length", type=int, help="of the run, for --iteration")
     add("--seed", type=int, default=1234, help="of the run (default 1234)")
     add("--split", default="969,30,1", help="of the run (default 969,30,1)")
@@ -133,6 +134,8 @@ def problems(arguments: argparse.Namespace) -> list[str]:
     per_pass = arguments.micro_batch_size * arguments.dp
     if not found and arguments.global_batch_size and arguments.global_batch_size % per_pass:
         found.append(f"--global-batch-size {arguments.global_batch_size}: not a multiple of micro-batch size x dp = {per_pass}")
+    if not found and arguments.rampup_batch_size and not is_ramp(arguments.rampup_batch_size, arguments.global_batch_size):
+        found.append("--rampup-batch-size: does not lead to --global-batch-size in equal steps")
     return found
 
 

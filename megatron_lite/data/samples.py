@@ -21,6 +21,7 @@ MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the increment of SplitMix64
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's multipliers
 ROUNDS = 8
+BLOCK = 1024  # places of an epoch that are permuted at once
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -114,6 +115,30 @@ def permute_array(i: np.ndarray, n: int, key: int | Sequence[int]) -> np.ndarray
     return values.astype(np.int64).reshape(np.shape(i))
 
 
+class Order:
+    """`permute` of [0, n) by (seed, epoch), a block of places at a time, since arrays cost less per entry than numbers.
+
+    Nothing but a block is kept, and a block that another thread puts in its place costs time, never the answer.
+    """
+
+    def __init__(self, n: int, seed: int):
+        self.n, self.seed = n, seed
+        self._block: tuple[int, memoryview] = (0, memoryview(b""))  # first sample, where it and those behind it lie
+
+    def __getitem__(self, sample: int) -> int:
+        """Where the sample of this number lies in its epoch."""
+        first, places = self._block
+        if not 0 <= sample - first < len(places):
+            first, places = self._block = self._around(sample)
+        return places[sample - first]
+
+    def _around(self, sample: int) -> tuple[int, memoryview]:
+        epoch, place = divmod(sample, self.n)
+        low = place - place % BLOCK
+        places = permute_array(np.arange(low, min(low + BLOCK, self.n)), self.n, (self.seed, epoch))
+        return sample - place + low, places.data
+
+
 class WindowSamples:
     """Samples of `seq_length` + 1 tokens out of tokens `first_token` to `last_token` (exclusive) of a data set.
 
@@ -138,6 +163,7 @@ class WindowSamples:
                 f"sample of --seq-length {seq_length} needs {seq_length + 1}; "
                 "use more data, another --split, or a shorter --seq-length"
             )
+        self.order = Order(self.samples_per_epoch, seed)
 
     def __len__(self) -> int:
         """Samples per epoch."""
@@ -147,9 +173,7 @@ class WindowSamples:
         """int64 [seq_length + 1]: inputs are all but the last token, labels all but the first."""
         if global_sample < 0:
             raise IndexError(f"sample {global_sample}: samples are numbered from 0")
-        epoch, position = divmod(global_sample, self.samples_per_epoch)
-        window = permute(position, self.samples_per_epoch, (self.seed, epoch))
-        start = self.first_token + window * self.seq_length
+        start = self.first_token + self.order[global_sample] * self.seq_length
         return self.dataset.window(start, self.seq_length + 1).astype(np.int64)
 
     def describe(self, num_samples: int) -> str:

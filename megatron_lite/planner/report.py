@@ -127,9 +127,12 @@ def work(config: Config, grid: Grid) -> str:
         f"  {shares}",
         "  (model FLOPs: matrix products of forward and backward, causal attention halved)",
     ]
+    if train.rampup_batch_size:
+        start, increment, samples = train.rampup_batch_size
+        lines.append(f"  at first {start} samples, {increment} more each time until {samples:,} samples are consumed")
     if train.train_iters:
-        total = train.train_iters
-        lines.append(f"run: {total:,} steps = {total * tokens:,} tokens, {count(total * flops)}FLOP")
+        total = train.batch_sizes.samples(train.train_iters) * config.model.seq_length
+        lines.append(f"run: {train.train_iters:,} steps = {total:,} tokens, {count(total * flops_per_token(config))}FLOP")
     return "\n".join(lines)
 
 

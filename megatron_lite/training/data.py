@@ -3,60 +3,84 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from megatron_lite.comm.mesh import Mesh
 from megatron_lite.config import Config
 from megatron_lite.data.blend import BlendedSamples, read_blend
 from megatron_lite.data.indexed import DataError, IndexedDataset
 from megatron_lite.data.loader import BatchLoader, Samples
 from megatron_lite.data.samples import MockSamples, WindowSamples, parse_split, split_documents
-from megatron_lite.training.setup import num_microbatches
+from megatron_lite.data.sets import EachOnce, read_sets
+from megatron_lite.data.streaming import Source, StreamedSamples, open_rows
+from megatron_lite.rampup import BatchSizes
+from megatron_lite.training.setup import Trainer
 
 SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Sample sources for training, validation and test, with a line for people about each; `eod` is None where unknown."""
+    """Sample sources for training, validation (by the name of the set, "" where it has none) and test, with a line for people
+    about each; `eod` is None where unknown."""
 
     train: Samples
-    valid: Samples | None
     notes: tuple[str, ...]
     eod: int | None
+    valid: dict[str, Samples] = field(default_factory=dict)
     test: Samples | None = None
 
 
-def build_splits(config: Config, eod: int | None) -> Splits:
-    """Open the data and check it. Raises DataError in one line; done on every rank before the model is built."""
-    length, seed, data, batch = config.model.seq_length, config.train.seed, config.data, config.train.global_batch_size
-    wants_valid, evaluated = config.train.eval_interval is not None, config.train.eval_iters * batch
-    needed = {"train": config.train.train_iters * batch, "valid": evaluated, "test": evaluated}
+def build_splits(config: Config, eod: int | None, encode: Callable[[str], list[int]] | None = None) -> Splits:
+    """Open the data and check it; `encode` is the tokenizer's, for text that is streamed. Raises DataError in one line; done
+    on every rank before the model is built."""
+    length, seed, data, train = config.model.seq_length, config.train.seed, config.data, config.train
+    evaluated = train.eval_iters * train.global_batch_size
+    needed = {"train": train.batch_sizes.samples(train.train_iters), "valid": evaluated, "test": evaluated}
     if data.mock_data:
         made = {name: MockSamples(data.vocab_size, length, seed + n) for n, name in enumerate(SPLITS)}
-        return Splits(made["train"], made["valid"] if wants_valid else None, ("data: --mock-data, made-up tokens",), eod)
+        valid = {"": made["valid"]} if train.eval_interval is not None else {}
+        return Splits(made["train"], ("data: --mock-data, made-up tokens",), eod, valid)
     made, notes = {}, []
-    for name, words in _named(config).items():
-        if name == "valid" and not wants_valid:
-            continue
-        split = None if data.train_data_path else data.split
+    if data.dataset_name:
+        made["train", ""] = streamed(config, eod, encode)
+        notes.append(f"train data: {made['train', ''].describe(needed['train'])}")
+    for split, name, words in _named(config):
         try:
-            made[name] = open_samples(words, length, seed, name, split)
+            made[split, name] = open_samples(words, length, seed, split, None if _own(config) else data.split)
         except DataError as error:
-            raise DataError(f"{name} data {' '.join(words)}: {error}") from error
-        notes.append(f"{name} data: {made[name].describe(needed[name])}")
-    return Splits(made["train"], made.get("valid"), tuple(notes), eod, made.get("test"))
+            raise DataError(f"{split} data {' '.join(words)}: {error}") from error
+        whole = split == "valid" and train.full_validation
+        number = len(EachOnce(made[split, name])) if whole else needed[split]
+        notes.append(f"{' '.join(filter(None, (split, 'data', name)))}: {made[split, name].describe(number)}")
+    valid = {name: samples for (split, name), samples in made.items() if split == "valid"}
+    return Splits(made["train", ""], tuple(notes), eod, valid, made.get(("test", "")))
 
 
-def _named(config: Config) -> dict[str, Sequence[str]]:
-    """Split -> prefixes and weights. What --data-path names is cut by --split; only what has its own flag is tested."""
+def _own(config: Config) -> bool:
+    """Whether every split is named for itself; otherwise one --data-path is cut by --split."""
+    return bool(config.data.train_data_path or config.data.dataset_name)
+
+
+def _named(config: Config) -> list[tuple[str, str, Sequence[str]]]:
+    """(split, name of the set, prefixes and weights) of what is read from files. Only what has its own flag is tested."""
+    data, wants_valid = config.data, config.train.eval_interval is not None
+    if not _own(config):
+        words = data.data_path or words_of_file(data.data_args_path)
+        return [("train", "", words), *([("valid", "", words)] if wants_valid else [])]
+    sets = read_sets(data.valid_data_path or ()) if wants_valid else {}
+    found = [("train", "", data.train_data_path), *(("valid", name, words) for name, words in sets.items()),
+             ("test", "", data.test_data_path)]  # fmt: skip
+    return [entry for entry in found if entry[2]]
+
+
+def streamed(config: Config, eod: int | None, encode: Callable[[str], list[int]] | None) -> StreamedSamples:
+    """The samples of --dataset-name."""
     data = config.data
-    if data.train_data_path:
-        own = {name: getattr(data, f"{name}_data_path") for name in SPLITS}
-        return {name: words for name, words in own.items() if words}
-    words = data.data_path or words_of_file(data.data_args_path)
-    return {"train": words, "valid": words}
+    source = Source(data.dataset_name, data.dataset_config, data.dataset_split, data.dataset_text_key)
+    if eod is None or encode is None:
+        raise DataError(f"{source}: --tokenizer-type {data.tokenizer_type} has no token that ends a document")
+    return StreamedSamples(open_rows(source), source, encode, eod, config.model.seq_length)
 
 
 def words_of_file(path: str) -> tuple[str, ...]:
@@ -82,25 +106,45 @@ def _windows(prefix: str, length: int, seed: int, name: str, split: str | None) 
     dataset = IndexedDataset(prefix)
     if split is None:
         return WindowSamples(dataset, length, seed)
-    bounds = dataset.document_token_bounds()
-    first, end = split_documents(parse_split(split), dataset.num_documents)[SPLITS.index(name)]
+    documents = split_documents(parse_split(split), dataset.num_documents)[SPLITS.index(name)]
+    first, last = dataset.token_offset(dataset.document_index[list(documents)])
     try:
-        return WindowSamples(dataset, length, seed, int(bounds[first]), int(bounds[end]))
+        return WindowSamples(dataset, length, seed, int(first), int(last))
     except DataError as error:
         raise DataError(f"{name} split of {prefix} (--split {split}): {error}") from error
 
 
-def build_loader(config: Config, mesh: Mesh, splits: Splits, samples: Samples, consumed: int) -> BatchLoader:
-    """This rank's microbatches of every global batch from sample `consumed` on."""
+def build_loader(trainer: Trainer, splits: Splits, samples: Samples, consumed: int) -> BatchLoader:
+    """This rank's microbatches of every training step from sample `consumed` on."""
+    return _loader(trainer, splits, samples, trainer.config.train.batch_sizes, consumed_samples=consumed,
+                   position=samples.position if isinstance(samples, StreamedSamples) else None)  # fmt: skip
+
+
+def build_evaluation(trainer: Trainer, splits: Splits, samples: Samples, whole: bool) -> tuple[BatchLoader, int]:
+    """This rank's microbatches of an evaluation, and how many global batches it has: --eval-iters of the first samples, or
+    the `whole` set, every sample once. It begins at sample 0, so that every evaluation scores the same text."""
+    train = trainer.config.train
+    sizes = BatchSizes(train.global_batch_size)
+    if not whole:
+        return _loader(trainer, splits, samples, sizes), train.eval_iters
+    once = EachOnce(samples)
+    return _loader(trainer, splits, once, sizes, end=len(once)), -(-len(once) // sizes.full)
+
+
+def _loader(trainer: Trainer, splits: Splits, samples: Samples, sizes: BatchSizes, **options) -> BatchLoader:
+    config, mesh, asynchronous = trainer.config, trainer.mesh, trainer.settled.pipeline.asynchronous
     return BatchLoader(
         samples,
         micro_batch_size=config.train.micro_batch_size,
-        num_microbatches=num_microbatches(config, mesh.dp.size),
+        batch_sizes=sizes,
         dp_rank=mesh.dp.rank,
         dp_size=mesh.dp.size,
-        consumed_samples=consumed,
         vocab_size=config.data.vocab_size,
         eod=splits.eod,
         eod_mask_loss=config.data.eod_mask_loss,
+        # the first stage reads tokens, the last labels; all count tokens where each stage ends its steps alone
+        needed=asynchronous or any(chunk.first or chunk.last for chunk in trainer.chunks),
+        pin=mesh.device.type == "cuda",
         prefetch=config.data.num_workers,
+        **options,
     )

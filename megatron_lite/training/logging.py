@@ -27,7 +27,7 @@ from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Mesh
 from megatron_lite.config import Config
 from megatron_lite.errors import ReportedError
-from megatron_lite.planner.flops import flops_per_iteration
+from megatron_lite.planner.flops import flops_per_token
 from megatron_lite.training.peak import matmul_peak_tflops
 from megatron_lite.training.setup import peak_memory
 from megatron_lite.training.step import StepReport
@@ -35,9 +35,8 @@ from megatron_lite.training.trace import bubble_share
 
 MFU_FORMULA = "model FLOPs, causal half"  # planner.flops: no recomputation counted, attention at half of its square
 
-# Megatron draws these against consumed samples too.
-VERSUS_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "params-norm",
-                  "lm loss validation", "lm loss validation ppl", "lm loss test", "lm loss test ppl")  # fmt: skip
+# What Megatron draws against consumed samples too: keys that begin so.
+VERSUS_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "params-norm")
 SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")  # of environment variables whose values go nowhere
 
 
@@ -55,7 +54,7 @@ class Metrics:
     consumed_tokens: int
     seconds_per_iteration: float  # mean
     learning_rate: float  # of the last step
-    global_batch_size: int  # samples
+    global_batch_size: int  # samples of the last step
     lm_loss: float  # mean over the iterations that were not skipped; nan if all were
     loss_scale: float  # of the last step
     grad_norm: float  # of the last step, before clipping
@@ -91,13 +90,17 @@ class Interval:
         self.reset()
 
     def reset(self) -> None:
-        self.steps = self.skipped = self.nan_iterations = 0
+        self.steps = self.samples = self.skipped = self.nan_iterations = 0
         self.loss_sum = self.seconds = self.data_wait_seconds = 0.0
         self.pipeline_seconds: list[tuple[float, float]] = []  # per step: of the whole action list, and waiting in it
         self.last: StepReport | None = None
+        self.last_samples = 0
 
-    def add(self, report: StepReport, seconds: float, data_wait_seconds: float = 0.0) -> None:
-        """One step. `seconds`: wall time of the whole iteration, the wait for its data included."""
+    def add(self, report: StepReport, seconds: float, data_wait_seconds: float = 0.0, samples: int | None = None) -> None:
+        """One step. `seconds`: wall time of the whole iteration, the wait for its data included; `samples`: its batch, where it
+        is not the full one."""
+        self.last_samples = self.config.train.global_batch_size if samples is None else samples
+        self.samples += self.last_samples
         self.steps += 1
         self.seconds += seconds
         self.data_wait_seconds += data_wait_seconds
@@ -120,8 +123,9 @@ class Interval:
         seconds = max(self.seconds / self.steps, 1e-9)
         updates = self.steps - self.skipped
         world, device = self.mesh.world, self.mesh.device
-        tokens_per_second = train.global_batch_size * seq / seconds
-        tflops = flops_per_iteration(self.config) / (seconds * 1e12 * world.size)
+        samples_per_second, sizes = self.samples / max(self.seconds, 1e-9), train.batch_sizes
+        tokens_per_second = samples_per_second * seq
+        tflops = flops_per_token(self.config) * tokens_per_second / (1e12 * world.size)
         data_wait = torch.tensor(self.data_wait_seconds, dtype=torch.float64, device=device)
         data_wait = float(comm.all_reduce(data_wait, world)) / (world.size * self.steps * seconds)
         memory = torch.tensor(peak_memory(device), dtype=torch.float64, device=device)
@@ -132,7 +136,7 @@ class Interval:
             consumed_tokens=consumed_samples * seq,
             seconds_per_iteration=seconds,
             learning_rate=self.last.lr,
-            global_batch_size=train.global_batch_size,
+            global_batch_size=self.last_samples,
             lm_loss=self.loss_sum / updates if updates else math.nan,
             loss_scale=self.last.loss_scale,
             grad_norm=self.last.grad_norm,
@@ -146,7 +150,7 @@ class Interval:
             bubble_percent=100.0 * bubble_share(self.pipeline_seconds, self.mesh) if self.config.parallel.pp > 1 else None,
             data_wait_percent=100.0 * data_wait,
             peak_memory_bytes=int(comm.all_reduce(memory, world, op="max")),
-            eta_seconds=max(0, train.train_iters - iteration) * seconds,
+            eta_seconds=max(0, sizes.samples(train.train_iters) - sizes.samples(iteration)) / samples_per_second,
         )
         self.reset()
         return metrics
@@ -195,7 +199,7 @@ def perplexity(loss: float) -> float:
 
 
 def evaluation_lines(iteration: int, loss: float, where: str = "") -> str:
-    """Megatron's three lines. `where`: at the end of a run " on validation set" or " on test set"."""
+    """Megatron's three lines. `where`: " on test set", or " on validation set NAME" where sets have names."""
     line = f" validation loss at iteration {iteration}{where} | lm loss value: {loss:.6E} | "
     line += f"lm loss PPL: {perplexity(loss):.6E} | "
     ruler = "-" * (len(line) + 1)
@@ -258,7 +262,7 @@ class TensorBoardSink:
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
         for key, value in values.items():
             self.writer.add_scalar(key, value, iteration)
-            if key in VERSUS_SAMPLES and "consumed-samples" in values:
+            if key.startswith(VERSUS_SAMPLES) and "consumed-samples" in values:
                 self.writer.add_scalar(f"{key} vs samples", value, int(values["consumed-samples"]))
         self.writer.flush()
 
@@ -329,7 +333,7 @@ class Sinks:
         self.write(metrics.iteration, values_of(metrics))
 
     def write_evaluation(self, iteration: int, consumed_samples: int, loss: float, split: str = "validation") -> None:
-        """`split`: "validation" or "test"."""
+        """`split`: "validation" or "test", or "validation-NAME" where sets have names."""
         values = {f"lm loss {split}": loss, f"lm loss {split} ppl": perplexity(loss)}
         position = {"consumed-samples": consumed_samples, "consumed-tokens": consumed_samples * self.seq_length}
         self.write(iteration, values | position)

@@ -6,16 +6,18 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
 from megatron_lite.comm import collectives as comm
 from megatron_lite.config import Config
 from megatron_lite.data.loader import BatchLoader, Samples
+from megatron_lite.data.streaming import StreamedSamples
 from megatron_lite.errors import ReportedError, peer_gone
 from megatron_lite.optim.clip import square_sum
 from megatron_lite.training.asynchronous import steps_to_drain, train_window
-from megatron_lite.training.data import Splits, build_loader
+from megatron_lite.training.data import Splits, build_evaluation, build_loader
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.ledger import Ledger
 from megatron_lite.training.logging import Interval, Sinks, evaluation_lines, log_line
@@ -60,11 +62,14 @@ class Run:
                                 f"the system killed it; {saved}") from error  # fmt: skip
 
     def _train(self) -> None:
-        loader = build_loader(self.config, self.trainer.mesh, self.splits, self.splits.train, self.progress.consumed_samples)
+        loader = self._loader()
         try:
             reason = None
             while self.progress.iteration < self.config.train.train_iters and reason is None:
-                self._step(loader)
+                if self.progress.iteration + 1 in (self.config.train.iterations_to_skip or ()):
+                    self._leave_out(loader)
+                else:
+                    self._step(loader)
                 self.saver.poll()
                 self._evaluate_if_due()
                 reason = self._stop_reason()
@@ -77,7 +82,25 @@ class Run:
             self.say(f"stopping after iteration {self.progress.iteration}: {reason}")
         self._save(last=True)
         if self.splits.test is not None and reason is None:
-            self._evaluate(self.splits.test, "test")
+            self._evaluate(self.splits.test, "test", " on test set")
+
+    def _loader(self) -> BatchLoader:
+        """The training batches from where the progress stands."""
+        samples, progress = self.splits.train, self.progress
+        if isinstance(samples, StreamedSamples):
+            note = samples.seek(progress.consumed_samples, progress.data_position)
+            if note:
+                self.say(note)
+        return build_loader(self.trainer, self.splits, samples, progress.consumed_samples)
+
+    def _leave_out(self, loader: BatchLoader) -> None:
+        """An iteration of --iterations-to-skip: its samples are consumed, nothing is trained, the learning rate stands still."""
+        loader.next_step()
+        loader.take_wait_seconds()
+        self._advance(stepped=False)
+        self.progress = replace(self.progress, data_position=loader.position)
+        self.say(f"iteration {self.progress.iteration} is left out: --iterations-to-skip")
+        self._log_if_due()
 
     def _step(self, loader: BatchLoader) -> None:
         """One step; of an asynchronous pipeline all steps to its next drain, which are logged one by one when it is there."""
@@ -87,6 +110,7 @@ class Run:
         seconds, waited = time.perf_counter() - started, loader.take_wait_seconds()
         for report in reports:
             self._account(report, seconds / len(reports), waited / len(reports))
+        self.progress = replace(self.progress, data_position=loader.position)
 
     def _run_steps(self, loader: BatchLoader) -> list[StepReport]:
         iteration, scheduled = self.progress.iteration, self.progress.scheduled_samples
@@ -103,22 +127,31 @@ class Run:
 
     def _account(self, report: StepReport, seconds: float, data_wait_seconds: float) -> None:
         """Progress and log of one finished step."""
-        iteration, consumed = self.progress.iteration, self.progress.consumed_samples
-        wandb_id, batch = self.sinks.wandb_id or self.progress.wandb_id, self.config.train.global_batch_size
-        skipped = self.progress.skipped_samples + (0 if report.stepped else batch)
-        self.progress = Progress(iteration + 1, consumed + batch, wandb_id, skipped)
-        self.interval.add(report, seconds, data_wait_seconds)
-        every = self.config.logging.log_interval
-        if self.progress.iteration % every == 0 or self.progress.iteration in (1, self.config.train.train_iters):
-            norm = self._params_norm() if self.config.logging.log_params_norm else None
-            metrics = self.interval.metrics(self.progress.iteration, self.progress.consumed_samples, norm)
-            self.say(log_line(metrics))
-            self.sinks.write_metrics(metrics)
+        samples = self._advance(report.stepped)
+        self.interval.add(report, seconds, data_wait_seconds, samples)
+        self._log_if_due()
         if self.ledger:
             self.say("\n".join(self.ledger.lines()))
             self.ledger = None
         if report.fault is not None:
             self._skipped(report)
+
+    def _advance(self, stepped: bool) -> int:
+        """Progress by one step; its samples."""
+        progress = self.progress
+        batch = self.config.train.batch_sizes.at(progress.consumed_samples)
+        skipped = progress.skipped_samples + (0 if stepped else batch)
+        wandb_id = self.sinks.wandb_id or progress.wandb_id
+        self.progress = Progress(progress.iteration + 1, progress.consumed_samples + batch, wandb_id, skipped)
+        return batch
+
+    def _log_if_due(self) -> None:
+        every, iteration = self.config.logging.log_interval, self.progress.iteration
+        if self.interval.steps and (iteration % every == 0 or iteration in (1, self.config.train.train_iters)):
+            norm = self._params_norm() if self.config.logging.log_params_norm else None
+            metrics = self.interval.metrics(iteration, self.progress.consumed_samples, norm)
+            self.say(log_line(metrics))
+            self.sinks.write_metrics(metrics)
 
     def _skipped(self, report: StepReport) -> None:
         """Say where the first of some skipped steps went wrong; end the run when there are too many in a row."""
@@ -139,18 +172,20 @@ class Run:
     def _evaluate_if_due(self) -> None:
         every = self.config.train.eval_interval
         if every and (self.progress.iteration % every == 0 or self.progress.iteration == self.config.train.train_iters):
-            self._evaluate(self.splits.valid, "validation")
+            for name, samples in self.splits.valid.items():
+                if name:
+                    self._evaluate(samples, f"validation-{name}", f" on validation set {name}")
+                else:
+                    self._evaluate(samples, "validation")
 
-    def _evaluate(self, samples: Samples, split: str) -> None:
-        """Score the first samples of a split and report; nothing is said where a signal came first."""
-
-        def from_the_start() -> BatchLoader:
-            return build_loader(self.config, self.trainer.mesh, self.splits, samples, 0)
-
-        loss = evaluate(self.trainer, from_the_start, self.config.train.eval_iters, self._signalled)
+    def _evaluate(self, samples: Samples, split: str, where: str = "") -> None:
+        """Score a set and report it as `split`; nothing is said where a signal came first."""
+        whole = self.config.train.full_validation and split != "test"
+        loader, batches = build_evaluation(self.trainer, self.splits, samples, whole)
+        loss = evaluate(self.trainer, loader, batches, self._signalled)
         if loss is None:
             return
-        self.say(evaluation_lines(self.progress.iteration, loss, " on test set" if split == "test" else ""))
+        self.say(evaluation_lines(self.progress.iteration, loss, where))
         self.sinks.write_evaluation(self.progress.iteration, self.progress.consumed_samples, loss, split)
 
     def _any_rank(self, yes: bool) -> bool:

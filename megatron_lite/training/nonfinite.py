@@ -98,7 +98,8 @@ def _bad_value(trainer: Trainer, microbatches: Sequence[Microbatch]) -> Fault | 
     found: list[Fault] = []
 
     with _watched_outputs(trainer, seen), _watched_gradients(trainer, seen):
-        trainer.executor.run(trainer.actions, microbatches, trainer.loss_scale.scale, _Look(trainer, seen, found))
+        actions = trainer.actions_for(len(microbatches))
+        trainer.executor.run(actions, microbatches, trainer.loss_scale.scale, _Look(trainer, seen, found))
     return min(found, default=None)
 
 

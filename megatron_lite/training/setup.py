@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -40,12 +40,21 @@ class Trainer:
     engine: GradientEngine
     optimizer: Optimizer
     executor: Executor
-    actions: list[Action]
+    actions: list[Action]  # of a step of the full batch
     settled: Settled  # the pipeline, and why it is this one
     scaler: LossScaler
     loss_scale: LossScale  # of the next step
     recorder: Recorder | None = None  # with --trace-dir
     memory_before: int = 0  # bytes this process held before the model was built
+    smaller: dict[int, list[Action]] = field(default_factory=dict)  # microbatches -> actions, while the batch grows
+
+    def actions_for(self, microbatches: int) -> list[Action]:
+        """This rank's actions of a step of so many microbatches; each list is made once and kept."""
+        if microbatches == num_microbatches(self.config, self.mesh.dp.size):
+            return self.actions
+        if microbatches not in self.smaller:
+            self.smaller[microbatches] = self.settled.pipeline.actions(microbatches)[self.mesh.pp.rank]
+        return self.smaller[microbatches]
 
 
 class DeviceError(ReportedError):

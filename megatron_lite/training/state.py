@@ -3,8 +3,9 @@
     model/<name>               fp32 master weights (the weights themselves in fp32 and fp64), canonical names
     optim/exp_avg/<name> ...   moments, in parameter space under the same names
     compression/<rank>/...     with --grad-compression: what each rank still has to add to later gradients, bucket by bucket
-    meta                       configuration, layout, iteration, samples (which is the data's position), optimizer steps, loss
-                               scale, the pipeline if it was chosen automatically, tokenizer's fingerprint, versions
+    meta                       configuration, layout, iteration, samples (which is the data's position; of a stream also where the
+                               next one begins), optimizer steps, loss scale, the pipeline if it was chosen automatically,
+                               tokenizer's fingerprint, versions
 
 Dropout and data order are functions of seed and position (rng.py, data/samples.py), so there is no generator to store.
 """
@@ -45,6 +46,7 @@ class Progress:
     consumed_samples: int = 0
     wandb_id: str | None = None
     skipped_samples: int = 0
+    data_position: dict | None = None  # of a stream, where the next sample begins (data/streaming.py)
 
     @property
     def scheduled_samples(self) -> int:
@@ -96,6 +98,7 @@ def meta_of(trainer: Trainer, progress: Progress) -> dict:
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
         "skipped_samples": progress.skipped_samples,
+        "data_position": progress.data_position,
         "optimizer_steps": trainer.optimizer.steps,
         "loss_scale": stored(trainer.loss_scale) if trainer.scaler.dynamic else None,
         "wandb_id": progress.wandb_id,
@@ -145,7 +148,7 @@ def restore(trainer: Trainer) -> tuple[Progress, str]:
     if not weights_only:
         trainer.optimizer.steps = meta["optimizer_steps"]
         trainer.loss_scale = trainer.scaler.resume(meta.get("loss_scale"))
-    samples = meta["consumed_samples"], meta["wandb_id"], meta.get("skipped_samples", 0)
+    samples = meta["consumed_samples"], meta["wandb_id"], meta.get("skipped_samples", 0), meta.get("data_position")
     return Progress(meta["iteration"], *samples), choice.says
 
 

@@ -46,7 +46,7 @@ def train_step(trainer: Trainer, batches: Sequence[Batch], iteration: int, sched
     each = len(trainer.executor.placement.microbatches(0, len(batches)))  # as many on every other chunk
     engine.begin_step(each, iteration, scale)
     microbatches = with_keys(batches, mesh, config.train.seed, iteration)
-    result = trainer.executor.run(trainer.actions, microbatches, scale)
+    result = trainer.executor.run(trainer.actions_for(len(batches)), microbatches, scale)
     with phase(recorder, "reduce"):
         engine.finish()  # sums over dp x cp, mirror ranks, over tp where partial, over the two copies of a tied embedding
     with phase(recorder, "norm"):

@@ -12,6 +12,7 @@ from megatron_lite.data.blend import LONGEST, Blend, BlendedSamples, read_blend,
 from megatron_lite.data.indexed import DataError, IndexedDataset, IndexedWriter
 from megatron_lite.data.loader import BatchLoader
 from megatron_lite.data.samples import WindowSamples
+from megatron_lite.rampup import BatchSizes
 from megatron_lite.training.data import build_splits, words_of_file
 
 counts_of = st.lists(st.integers(1, 60), min_size=1, max_size=12)
@@ -159,7 +160,7 @@ def test_own_data_for_each_split(prefixes):
     made = build_splits(config_of(train_data_path=(prefixes[0], prefixes[1]), valid_data_path=(prefixes[2],),
                                   test_data_path=("2", prefixes[1])), None)  # fmt: skip
     assert set(sources_of(made.train, 40)) == {1, 2} and made.train.turns == [2, 3]
-    assert set(sources_of(made.valid, 40)) == {3} and set(sources_of(made.test, 40)) == {2}
+    assert set(sources_of(made.valid[""], 40)) == {3} and set(sources_of(made.test, 40)) == {2}
     assert [note.split(" data")[0] for note in made.notes] == ["train", "valid", "test"]
 
 
@@ -190,7 +191,7 @@ def test_layouts_and_restarts_read_the_same_blend(prefixes, dp, micro):
     for consumed in (0, 8, 400):
         rows = []
         for rank in range(dp):
-            loader = BatchLoader(samples, micro_batch_size=micro, num_microbatches=4 // (dp * micro), dp_rank=rank, dp_size=dp,
+            loader = BatchLoader(samples, micro_batch_size=micro, batch_sizes=BatchSizes(4), dp_rank=rank, dp_size=dp,
                                  vocab_size=9999, consumed_samples=consumed, prefetch=0)  # fmt: skip
             rows += [row.tolist() for batch in loader.next_step() for row in batch.tokens]
         assert sorted(rows) == sorted(samples[n][:-1].tolist() for n in range(consumed, consumed + 4))

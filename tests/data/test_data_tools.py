@@ -8,6 +8,7 @@ import pytest
 
 from megatron_lite.data.indexed import DataError, IndexedDataset, IndexedWriter
 from megatron_lite.data.loader import BatchLoader
+from megatron_lite.rampup import BatchSizes
 from megatron_lite.tokenizers import build_tokenizer
 from megatron_lite.training.data import open_samples
 from tools import inspect_data, merge_datasets, preprocess_data, train_tokenizer
@@ -147,7 +148,7 @@ def test_the_samples_of_an_iteration_are_those_the_loader_reads(tmp_path, capsys
     assert inspect_data.main([*words, *sizes.split(), "--rank", str(rank)]) == 0
     shown = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines()]
     samples = open_samples(words, 6, 5, "train", "100")
-    loader = BatchLoader(samples, micro_batch_size=2, num_microbatches=2, dp_rank=rank, dp_size=2, vocab_size=999,
+    loader = BatchLoader(samples, micro_batch_size=2, batch_sizes=BatchSizes(8), dp_rank=rank, dp_size=2, vocab_size=999,
                          consumed_samples=16, prefetch=0)  # fmt: skip
     rows = [[*tokens.tolist(), int(labels[-1])] for batch in loader.next_step()
             for tokens, labels in zip(batch.tokens, batch.labels, strict=True)]  # fmt: skip

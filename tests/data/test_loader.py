@@ -1,6 +1,8 @@
 """Batches: the same samples for every layout, restarts that change nothing, errors that reach the caller."""
 
+import os
 import random
+import signal
 import threading
 import time
 
@@ -13,6 +15,8 @@ from hypothesis import strategies as st
 from megatron_lite.data.indexed import DataError, IndexedDataset, IndexedWriter
 from megatron_lite.data.loader import BatchLoader
 from megatron_lite.data.samples import MockSamples, WindowSamples
+from megatron_lite.rampup import BatchSizes
+from megatron_lite.training.signals import StopSignal
 
 
 class Numbered:
@@ -23,10 +27,8 @@ class Numbered:
 
 
 def loader(samples, mbs=1, count=1, rank=0, size=1, **more):
-    more = {"vocab_size": 10**6, "prefetch": 0, **more}
-    return BatchLoader(
-        samples, micro_batch_size=mbs, num_microbatches=count, dp_rank=rank, dp_size=size, **more
-    )  # fmt: skip
+    more = {"vocab_size": 10**6, "prefetch": 0, "batch_sizes": BatchSizes(mbs * count * size), **more}
+    return BatchLoader(samples, micro_batch_size=mbs, dp_rank=rank, dp_size=size, **more)
 
 
 def numbers(step):
@@ -78,6 +80,80 @@ def test_every_layout_sees_the_same_samples_in_a_step(layout, consumed):
         seen = [g for rank in ranks for microbatch in numbers(rank.next_step()) for g in microbatch]
         assert sorted(seen) == list(range(consumed + 8 * step, consumed + 8 * step + 8))
     assert {rank.consumed_samples for rank in ranks} == {consumed + 24}
+
+
+RAMPS = [BatchSizes(16, (8, 8, 40)), BatchSizes(24, (8, 8, 20)), BatchSizes(32, (8, 8, 24)), BatchSizes(24, (16, 8, 1))]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ramp=st.sampled_from(RAMPS),
+    layout=st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (8, 1), (1, 8)]),
+    done=st.integers(0, 6),
+)
+def test_a_growing_batch_takes_the_same_samples_at_every_layout_and_after_a_restart(ramp, layout, done):
+    mbs, size = layout
+    consumed = ramp.samples(done)
+    ranks = [loader(Numbered(), mbs, 1, rank, size, batch_sizes=ramp, consumed_samples=consumed) for rank in range(size)]
+    for step in range(done, done + 5):
+        steps = [numbers(rank.next_step()) for rank in ranks]
+        for j in range(len(steps[0])):  # microbatches side by side are the global order
+            row = [g for rank in steps for g in rank[j]]
+            assert row == list(range(consumed + j * mbs * size, consumed + (j + 1) * mbs * size))
+        consumed += len(steps[0]) * mbs * size
+        assert consumed == ramp.samples(step + 1) and {rank.consumed_samples for rank in ranks} == {consumed}
+
+
+def test_reading_ahead_grows_alike():
+    with loader(Numbered(), 4, batch_sizes=RAMPS[0], prefetch=2) as ahead, loader(Numbered(), 4, batch_sizes=RAMPS[0]) as inline:
+        assert [numbers(ahead.next_step()) for _ in range(8)] == [numbers(inline.next_step()) for _ in range(8)]
+
+
+@pytest.mark.parametrize("mbs, size", [(1, 1), (2, 2), (4, 1)])
+def test_behind_the_end_are_rows_without_a_loss(mbs, size):
+    class Five(Numbered):
+        def __getitem__(self, g):
+            assert g < 5, "nothing behind the end is read"
+            return super().__getitem__(g)
+
+    ranks = [loader(Five(), mbs, 4 // (mbs * size), rank, size, end=5) for rank in range(size)]
+    rows = [(int(batch.tokens[row, 0]), float(batch.loss_mask[row].sum())) for _ in range(2) for rank in ranks
+            for batch in rank.next_step() for row in range(mbs)]  # fmt: skip
+    assert sorted(rows) == [(0, 0.0)] * 3 + [(g, 2.0) for g in range(5)]
+
+
+def test_ranks_that_need_no_tokens_read_none():
+    class Untouchable:
+        def __getitem__(self, g):
+            raise AssertionError("read")
+
+    source = loader(Untouchable(), mbs=2, count=3, needed=False, position=Untouchable().__getitem__)
+    step = source.next_step()
+    assert len(step) == 3 and all(batch.tokens.numel() == 0 for batch in step) and source.consumed_samples == 6
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_the_position_of_a_stream_is_that_of_the_step_handed_over(prefetch):
+    """And not that of the steps read ahead."""
+    with loader(Numbered(), mbs=2, position=lambda g: {"at": g}, prefetch=prefetch) as source:
+        for step in range(1, 6):
+            source.next_step()
+            assert source.position == {"at": 2 * step}
+
+
+def test_signals_do_not_disturb_reading_ahead():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop = StopSignal().install()
+    try:
+        with loader(Numbered(), prefetch=2) as source:
+            for step in range(20):
+                assert numbers(source.next_step()) == [[step]]
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received
+    finally:
+        stop.finished()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_d28_resume_at_another_dp_size_continues_the_order():
@@ -208,6 +284,7 @@ def test_waiting_is_measured_and_prefetch_hides_it():
 
 
 def test_wrong_sizes_are_refused():
-    for wrong in ({"mbs": 0}, {"count": 0}, {"rank": 2, "size": 2}, {"rank": -1}, {"consumed_samples": -1}):
+    for wrong in ({"mbs": 0}, {"count": 0}, {"rank": 2, "size": 2}, {"rank": -1}, {"consumed_samples": -1},
+                  {"mbs": 4, "batch_sizes": BatchSizes(16, (8, 2, 9))}):  # fmt: skip
         with pytest.raises(ValueError, match="must"):
             loader(Numbered(), **wrong)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_lite.data.indexed import DataError, IndexedDataset, IndexedWriter
 from megatron_lite.data.samples import (
     MockSamples,
+    Order,
     WindowSamples,
     parse_split,
     permute,
@@ -103,6 +104,13 @@ def test_split_ranges_join_up(weights, documents):
     assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:], strict=False))
     for (first, last), fraction in zip(ranges, parse_split(",".join(map(str, weights))), strict=True):
         assert first <= last and abs((last - first) - fraction * documents) <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.sampled_from([1, 2, 7, 1023, 1024, 1025, 5000]), seed=st.integers(0, 9), samples=st.lists(st.integers(0, 20_000)))
+def test_the_order_by_blocks_is_the_permutation(n, seed, samples):
+    order = Order(n, seed)
+    assert [order[g] for g in samples] == [permute(g % n, n, (seed, g // n)) for g in samples]
 
 
 def test_split_matches_megatron():

@@ -197,7 +197,7 @@ class SameBatches:
 def evaluated(rank, world, config):
     """Validation loss, and the training loss of the same samples."""
     trainer = build_trainer(config, build_mesh(grid_of(config, world), CPU))
-    losses = [evaluate(trainer, lambda: SameBatches(config, trainer.mesh), n, lambda: False) for n in (1, 3)]
+    losses = [evaluate(trainer, SameBatches(config, trainer.mesh), n, lambda: False) for n in (1, 3)]
     return [*losses, train_step(trainer, local_batches(config, trainer.mesh, 0), 0, 0).loss]
 
 

@@ -234,7 +234,7 @@ def evaluated_run(rank, world, config):
     trainer = build_trainer(config, build_mesh(grid_of(config, world), CPU))
     found = []
     for step in range(3):
-        found.append(evaluate(trainer, lambda: Validation(config, trainer.mesh), 2, lambda: False))
+        found.append(evaluate(trainer, Validation(config, trainer.mesh), 2, lambda: False))
         found.append(run_steps(trainer, range(step, step + 1))["losses"][0])
         found.append(run_steps(trainer, range(step, step + 1))["norms"][0])
     return found

@@ -49,6 +49,8 @@ FP32 = "only --mock-data --train-iters 3"
 DIVISIBLE = "--num-layers 3 --ffn-hidden-size 32"
 FP8 = f"{FP32} --bf16 {DIVISIBLE} --fp8-format hybrid"
 BYTES = f"{REAL} --tokenizer-type NullTokenizer --vocab-size 39"
+TEXT = f"{REAL} --tokenizer-type ByteTokenizer --vocab-size 257"
+STREAM = "--fp64 --train-iters 3 --tokenizer-type ByteTokenizer --vocab-size 257 --dataset-name {tmp}/texts"
 
 # field -> (added to the base, added to the changed run, observable that must differ)
 ROWS = {
@@ -166,6 +168,10 @@ ROWS = {
     "valid_data_path": (f"only {OWN} --valid-data-path {{tmp}}/corpus {EVAL}", "--valid-data-path {tmp}/other", "validation"),
     "test_data_path": (f"only {OWN} --test-data-path {{tmp}}/corpus", "--test-data-path {tmp}/other", "test"),
     "data_args_path": (f"only {REAL}", "without --data-path --data-args-path {tmp}/blend.txt", "loss"),
+    "dataset_name": (f"only {TEXT}", "without --data-path --dataset-name {tmp}/texts", "loss"),
+    "dataset_config": (f"only {STREAM}", "--dataset-config other", "failure"),
+    "dataset_split": (f"only {STREAM}", "--dataset-split test", "loss"),
+    "dataset_text_key": (f"only {STREAM}", "--dataset-text-key title", "loss"),
     "split": (f"only {REAL}", "--split 40,60", "loss"),
     "mock_data": (f"only {REAL}", "without --data-path --mock-data", "loss"),
     "tokenizer_type": (f"only {REAL}", "--tokenizer-type NullTokenizer --vocab-size 40", "loss"),  # its own end of document
@@ -179,11 +185,14 @@ ROWS = {
     "global_batch_size": ("", "--global-batch-size 2", "loss"),
     "train_iters": ("", "--train-iters 2", "iterations"),
     "train_samples": ("only --fp64 --mock-data --train-samples 8", "--train-samples 12", "iterations"),
+    "rampup_batch_size": ("only --fp64 --mock-data --train-samples 12", "--rampup-batch-size 2 2 6", "loss"),
+    "iterations_to_skip": ("", "--iterations-to-skip 2", "iterations"),
     "max_consecutive_skips": ("only --mock-data --train-iters 20 --lr 1e30", "--max-consecutive-skips 2", "failure"),
     "exit_interval": ("", "--exit-interval 2", "iterations"),
     "exit_duration_in_mins": ("", "--exit-duration-in-mins 1e-9", "iterations"),
     "eval_iters": (EVAL, "--eval-iters 2", "validation"),
     "eval_interval": (EVAL, "--eval-interval 2", "validation"),
+    "full_validation": (f"only {REAL} {EVAL} --split 50,50", "without --eval-iters --full-validation", "validation"),
     "seed": ("", "--seed 5", "loss"),
     "compile": ("", "--compile", "compiled"),
     "dry_run": ("", "--dry-run", "iterations"),
@@ -281,6 +290,10 @@ def files(tmp_path_factory):
             for _ in range(50):
                 writer.add_document([*generator.integers(0, 39, 30), 39])
     (folder / "blend.txt").write_text(f"1 {folder}/other")
+    (folder / "texts").mkdir()
+    for name in ("train", "test"):
+        rows = [json.dumps({"text": f"{name} {n}, some text", "title": f"title {n}"}) for n in range(30)]
+        (folder / "texts" / f"{name}.jsonl").write_text("\n".join(rows))
     flags = f"{TINY} {RUN} --train-iters 4 --save {folder}/start --save-interval 2"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before = launch.keep_heap
