@@ -17,6 +17,7 @@ from functools import partial
 from megatron_lite.config import GROUPS, Config, ParallelConfig
 from megatron_lite.data.blend import read_blend
 from megatron_lite.data.indexed import DataError
+from megatron_lite.data.phases import read_phases
 from megatron_lite.data.samples import parse_split
 from megatron_lite.planner.automatic import allowed_chunks, plainest_pipeline
 from megatron_lite.planner.pipeline import AUTO, Pipeline
@@ -368,7 +369,12 @@ def _data(s: Values) -> Iterator[Problem]:
             read_blend(getattr(s, name) or ())
         except DataError as error:
             yield about(s, name, str(error))
-    if s.split is None or s.mock_data or s.train_data_path:
+    if s.data_schedule is not None:
+        try:
+            read_phases(s.data_schedule)
+        except DataError as error:
+            yield about(s, "data_schedule", str(error))
+    if s.split is None or s.mock_data or s.train_data_path or s.data_schedule:
         return
     try:
         training, validation, _ = parse_split(s.split)

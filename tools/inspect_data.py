@@ -20,8 +20,9 @@ import numpy as np
 from megatron_lite.data.blend import BlendedSamples, read_blend
 from megatron_lite.data.indexed import CHUNK, DataError, IndexedDataset
 from megatron_lite.data.loader import StepReader
-from megatron_lite.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerError, build_tokenizer
+from megatron_lite.tokenizers import Tokenizer, TokenizerError, build_tokenizer
 from megatron_lite.training.data import open_samples
+from tools.tokenizer_flags import add_tokenizer_flags, tokenizer_values
 
 BAR = 50  # characters of the longest bar
 
@@ -100,9 +101,7 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("data_path", nargs="+", metavar="PREFIX", help="a prefix; with --iteration whatever --data-path takes")
     add("--document", type=int, nargs="+", metavar="N", help="show these documents, counted from 0")
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="show text, not ids")
-    add("--tokenizer-model", help="folder or file of the tokenizer")
-    add("--vocab-size", type=int, help="number of ordinary ids, for NullTokenizer only")
+    add_tokenizer_flags(result, required=False)
     add("--plot", metavar="FILE.png", help="the histogram of lengths as a picture")
     add("--iteration", type=int, help="show the training samples of this iteration, counted from 1")
     add("--rank", type=int, default=0, help="data-parallel rank whose samples are shown (default 0)")
@@ -145,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         tokenizer = None
         if arguments.tokenizer_type:
-            tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model, arguments.vocab_size)
+            tokenizer = build_tokenizer(**dict(tokenizer_values(arguments)))
         if arguments.iteration is not None:
             print(samples_of(arguments, tokenizer))
             return 0

@@ -7,7 +7,10 @@ from pathlib import Path
 DECIDE = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "*.model", "*.tiktoken")
 
 
-def fingerprint(tokenizer_type: str | None, tokenizer_model: str | None, vocab_size: int | None) -> str | None:
+def fingerprint(
+    tokenizer_type: str | None, tokenizer_model: str | None, vocab_size: int | None, vocab_file: str | None = None,
+    merge_file: str | None = None, tiktoken_pattern: str | None = None, tiktoken_num_special_tokens: int | None = None,
+) -> str | None:  # fmt: skip
     """`HuggingFaceTokenizer 32000 5f2c...` (sha256 of its files, 16 digits); None without a tokenizer.
 
     A file that cannot be read counts as absent: the run has read what it needs of it already.
@@ -15,11 +18,14 @@ def fingerprint(tokenizer_type: str | None, tokenizer_model: str | None, vocab_s
     if tokenizer_type is None:
         return None
     digest = hashlib.sha256()
-    if tokenizer_model is not None:
-        path = Path(tokenizer_model)
-        files = sorted({file for pattern in DECIDE for file in path.glob(pattern)}) if path.is_dir() else [path]
-        for file in files:
-            if file.is_file():
-                digest.update(file.name.encode() + b"\0" if path.is_dir() else b"")
-                digest.update(file.read_bytes())
+    for name in (tokenizer_model, vocab_file, merge_file):
+        if name is not None:
+            path = Path(name)
+            files = sorted({file for pattern in DECIDE for file in path.glob(pattern)}) if path.is_dir() else [path]
+            for file in files:
+                if file.is_file():
+                    digest.update(file.name.encode() + b"\0" if path.is_dir() else b"")
+                    digest.update(file.read_bytes())
+    reading = [str(value) for value in (tiktoken_pattern, tiktoken_num_special_tokens) if value is not None]
+    digest.update(" ".join(reading).encode())
     return f"{tokenizer_type} {vocab_size} {digest.hexdigest()[:16]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_lite.comm.mesh import Mesh
@@ -11,6 +11,8 @@ from megatron_lite.config import Config
 from megatron_lite.data.blend import BlendedSamples, read_blend
 from megatron_lite.data.indexed import DataError, IndexedDataset
 from megatron_lite.data.loader import BatchLoader, Samples
+from megatron_lite.data.megatron_order import megatron_samples
+from megatron_lite.data.phases import PhasedSamples, read_phases
 from megatron_lite.data.samples import MockSamples, WindowSamples, parse_split, split_documents
 from megatron_lite.training.setup import num_microbatches
 
@@ -40,20 +42,32 @@ def build_splits(config: Config, eod: int | None) -> Splits:
     for name, words in _named(config).items():
         if name == "valid" and not wants_valid:
             continue
-        split = None if data.train_data_path else data.split
+        split = data.split if data.data_path or data.data_args_path else None
         try:
-            made[name] = open_samples(words, length, seed, name, split)
+            made[name] = _samples(config, name, words, split)
         except DataError as error:
             raise DataError(f"{name} data {' '.join(words)}: {error}") from error
         notes.append(f"{name} data: {made[name].describe(needed[name])}")
     return Splits(made["train"], made.get("valid"), tuple(notes), eod, made.get("test"))
 
 
+def _samples(config: Config, name: str, words: Sequence[str], split: str | None) -> Samples:
+    """The samples of one split in the order that the flags ask for."""
+    length, seed, data = config.model.seq_length, config.train.seed, config.data
+    if name == "train" and data.data_schedule:
+        return PhasedSamples(read_phases(data.data_schedule), window_opener(length, seed, name, None))
+    if data.data_order == "megatron":
+        cut = split, SPLITS.index(name)
+        return megatron_samples(words, length, seed, megatron_request(config)[name], cut, data.data_cache_path)
+    return open_samples(words, length, seed, name, split)
+
+
 def _named(config: Config) -> dict[str, Sequence[str]]:
     """Split -> prefixes and weights. What --data-path names is cut by --split; only what has its own flag is tested."""
     data = config.data
-    if data.train_data_path:
+    if data.train_data_path or data.data_schedule:
         own = {name: getattr(data, f"{name}_data_path") for name in SPLITS}
+        own["train"] = own["train"] or (data.data_schedule,)
         return {name: words for name, words in own.items() if words}
     words = data.data_path or words_of_file(data.data_args_path)
     return {"train": words, "valid": words}
@@ -74,8 +88,22 @@ def words_of_file(path: str) -> tuple[str, ...]:
 def open_samples(words: Sequence[str], length: int, seed: int, name: str, split: str | None) -> WindowSamples | BlendedSamples:
     """The samples that a --data-path stands for. `split`: the part `name` of the documents; None: all of them."""
     weights, prefixes = read_blend(words)
-    sources = [_windows(prefix, length, seed ^ number << 32, name, split) for number, prefix in enumerate(prefixes)]
+    opened = window_opener(length, seed, name, split)
+    sources = [opened(prefix, number) for number, prefix in enumerate(prefixes)]
     return sources[0] if len(sources) == 1 else BlendedSamples(sources, weights)
+
+
+def window_opener(length: int, seed: int, name: str, split: str | None) -> Callable[[str, int], WindowSamples]:
+    """Opens a prefix as source number N of several, each in an order of its own."""
+    return lambda prefix, number: _windows(prefix, length, seed ^ number << 32, name, split)
+
+
+def megatron_request(config: Config) -> dict[str, int]:
+    """The samples that Megatron would ask for at these flags; its order depends on them."""
+    train, batch = config.train, config.train.global_batch_size
+    evaluations = train.train_iters // train.eval_interval + 1 if train.eval_interval else 0
+    return {"train": train.train_samples or train.train_iters * batch,
+            "valid": evaluations * train.eval_iters * batch, "test": train.eval_iters * batch}  # fmt: skip
 
 
 def _windows(prefix: str, length: int, seed: int, name: str, split: str | None) -> WindowSamples:
