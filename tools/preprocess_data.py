@@ -3,10 +3,11 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/to/folder
 
-Writes {output-prefix}_{key}_document.bin and .idx for each JSON key, the name to give to --data-path. Documents keep
-their order whatever the number of workers. The reader hands out pieces of raw documents, workers turn them into token
-arrays, and the writer appends: only a few pieces are in memory at any time. How far it has come is written down every few
-seconds in {output-prefix}.progress.json: killed, the same command goes on from there, to the same bytes.
+Writes {output-prefix}_{key}_document.bin and .idx for each JSON key, the name to give to --data-path, and .tokenizer, which
+training compares with its own. Documents keep their order whatever the number of workers. The reader hands out pieces of raw
+documents, workers turn them into token arrays, and the writer appends: only a few pieces are in memory at any time. How far it
+has come is written down every few seconds in {output-prefix}.progress.json: killed, the same command goes on from there, to the
+same bytes.
 """
 
 import argparse
@@ -27,7 +28,7 @@ if not __package__:  # run as a script: the repository root takes the place of t
 
 from megatron_lite.data.indexed import DataError, IndexedWriter, Mark, best_dtype, publish
 from megatron_lite.tokenizers import TokenizerError
-from megatron_lite.tokenizers.fingerprint import fingerprint
+from megatron_lite.tokenizers.fingerprint import fingerprint, keep
 from tools.encode_texts import BadDocument, Encoded, Job, Piece, encode_piece, run_ordered, tokenizer_of
 from tools.text_inputs import LIBRARY, Document, Position, Selection, has_keys, is_dataset, read_documents, stored_bytes, there
 from tools.tokenizer_flags import add_tokenizer_flags, tokenizer_values
@@ -57,16 +58,21 @@ class Work:
         """The file that says how far it has come."""
         return f"{self.prefix}.progress.json"
 
-    def describe(self) -> dict[str, Any]:
+    @functools.cached_property
+    def tokenizer(self) -> str:
+        """Its fingerprint."""
+        return fingerprint(**dict(self.job.tokenizer) | {"vocab_size": tokenizer_of(self.job).vocab_size})
+
+    @functools.cached_property
+    def description(self) -> dict[str, Any]:
         """What decides the bytes that are written: work may only be gone on with where all of it is as it was."""
         files = [os.stat(name) if os.path.isfile(name) else None for name in self.inputs]
-        tokenizer = dict(self.job.tokenizer)
         return {
             "--input": [[name, stat and [stat.st_size, stat.st_mtime_ns]] for name, stat in zip(self.inputs, files, strict=True)],
             "--json-keys": list(self.job.keys), "--append-eod": self.job.append_eod, "--max-bytes": self.max_bytes,
             "--parse-special-tokens": self.job.special, "--partition": list(self.part),
             "--dataset-split and --dataset-config": list(asdict(self.selection).values()),
-            "the tokenizer": [*tokenizer.values(), fingerprint(**tokenizer)],
+            "the tokenizer": self.tokenizer,
             "the version of Python": platform.python_version() if LIBRARY in self.inputs else None,
         }  # fmt: skip
 
@@ -103,7 +109,7 @@ class Progress:
     def save(self, work: Work) -> None:
         """Write it down, all or nothing."""
         with open(work.record + ".tmp", "w", encoding="utf-8") as file:
-            json.dump({"work": work.describe(), "progress": asdict(self)}, file)
+            json.dump({"work": work.description, "progress": asdict(self)}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(work.record + ".tmp", work.record)
@@ -115,7 +121,7 @@ def progress_of(work: Work) -> tuple[Progress, str]:
     try:
         with open(work.record, encoding="utf-8") as file:
             saved = json.load(file)
-        was, now, progress = saved["work"], work.describe(), saved["progress"]
+        was, now, progress = saved["work"], work.description, saved["progress"]
         marks = {key: Mark(*mark) for key, mark in progress["marks"].items()}
         begun = Progress(Position(**progress["position"]), Totals(**progress["totals"]), marks, progress["sealed"])
     except FileNotFoundError:
@@ -172,6 +178,7 @@ def preprocess(work: Work, workers: int) -> Totals:
                 writer.abort()
         raise
     for key in work.job.keys:
+        keep(work.output(key), work.tokenizer)
         publish(work.output(key))
     for writer in writers.values():
         writer.suspend()
@@ -336,17 +343,17 @@ def main(argv: list[str] | None = None) -> int:
             _ = tokenizer.eod
         totals = preprocess(work, arguments.workers)
     except (DataError, TokenizerError, BadDocument, OSError) as error:
-        parser().exit(1, f"preprocess_data: error: {error}{kept(work)}\n")
+        parser().exit(1, f"preprocess_data: error: {error}{what_is_kept(work)}\n")
     except BrokenProcessPool:
         text = "a worker process died, perhaps for lack of memory; try --workers 1"
-        parser().exit(1, f"preprocess_data: error: {text}{kept(work)}\n")
+        parser().exit(1, f"preprocess_data: error: {text}{what_is_kept(work)}\n")
     except KeyboardInterrupt:
-        parser().exit(130, f"preprocess_data: stopped{kept(work)}\n")
+        parser().exit(130, f"preprocess_data: stopped{what_is_kept(work)}\n")
     report(totals, work)
     return 0
 
 
-def kept(work: Work) -> str:
+def what_is_kept(work: Work) -> str:
     """What a person should know about work that has ended early."""
     return "; what was done is kept, the same command goes on with it" if os.path.exists(work.record) else ""
 

@@ -1,6 +1,8 @@
-"""A tokenizer as a short text: equal for equal files, wherever they lie."""
+"""A tokenizer as a short text: equal for equal files, wherever they lie. It is kept in checkpoints, and beside data sets in
+prefix.tokenizer."""
 
 import hashlib
+import os
 from pathlib import Path
 
 # What decides ids. Chat templates and model weights may lie beside them and change nothing.
@@ -29,3 +31,23 @@ def fingerprint(
     reading = [str(value) for value in (tiktoken_pattern, tiktoken_num_special_tokens) if value is not None]
     digest.update(" ".join(reading).encode())
     return f"{tokenizer_type} {vocab_size} {digest.hexdigest()[:16]}"
+
+
+def keep(prefix: str, text: str) -> None:
+    """Write down beside a data set which tokenizer made it."""
+    temporary = f"{prefix}.tokenizer.tmp"
+    Path(temporary).write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, f"{prefix}.tokenizer")
+
+
+def kept(prefix: str) -> str | None:
+    """Which tokenizer made a data set; None where nobody wrote it down."""
+    try:
+        return Path(f"{prefix}.tokenizer").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+
+
+def same(one: str, other: str) -> bool:
+    """Whether kind and files are the same; the vocabulary in between may be widened by a run."""
+    return one.split()[::2] == other.split()[::2]

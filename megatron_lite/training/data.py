@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_lite.comm.mesh import Mesh
@@ -14,7 +14,9 @@ from megatron_lite.data.loader import BatchLoader, Samples
 from megatron_lite.data.megatron_order import megatron_samples
 from megatron_lite.data.phases import PhasedSamples, read_phases
 from megatron_lite.data.samples import MockSamples, WindowSamples, parse_split, split_documents
+from megatron_lite.tokenizers.fingerprint import kept, same
 from megatron_lite.training.setup import num_microbatches
+from megatron_lite.training.state import fingerprint_of
 
 SPLITS = ("train", "valid", "test")
 
@@ -47,7 +49,7 @@ def build_splits(config: Config, eod: int | None) -> Splits:
             made[name] = _samples(config, name, words, split)
         except DataError as error:
             raise DataError(f"{name} data {' '.join(words)}: {error}") from error
-        notes.append(f"{name} data: {made[name].describe(needed[name])}")
+        notes += [f"{name} data: {made[name].describe(needed[name])}", *_other_tokenizers(config, name, words)]
     return Splits(made["train"], made.get("valid"), tuple(notes), eod, made.get("test"))
 
 
@@ -60,6 +62,15 @@ def _samples(config: Config, name: str, words: Sequence[str], split: str | None)
         cut = split, SPLITS.index(name)
         return megatron_samples(words, length, seed, megatron_request(config)[name], cut, data.data_cache_path)
     return open_samples(words, length, seed, name, split)
+
+
+def _other_tokenizers(config: Config, name: str, words: Sequence[str]) -> Iterator[str]:
+    """A warning for each data set that another tokenizer made than the run has."""
+    mine, scheduled = fingerprint_of(config), name == "train" and config.data.data_schedule
+    blends = [phase.prefixes for phase in read_phases(scheduled)] if scheduled else [read_blend(words)[1]]
+    for prefix in dict.fromkeys(prefix for blend in blends for prefix in blend):
+        if mine and (was := kept(prefix)) and not same(was, mine):
+            yield f"WARNING: the tokenizer is not that of the data: {mine}, {prefix} was made with {was}"
 
 
 def _named(config: Config) -> dict[str, Sequence[str]]:

@@ -6,10 +6,12 @@ import json
 import numpy as np
 import pytest
 
+from megatron_lite.config import Config, DataConfig, ModelConfig, TrainConfig
 from megatron_lite.data.indexed import DataError, IndexedDataset, IndexedWriter
 from megatron_lite.data.loader import BatchLoader
 from megatron_lite.tokenizers import build_tokenizer
-from megatron_lite.training.data import open_samples
+from megatron_lite.tokenizers.fingerprint import kept
+from megatron_lite.training.data import build_splits, open_samples
 from tools import inspect_data, merge_datasets, preprocess_data, train_tokenizer
 from tools.text_inputs import read_documents
 
@@ -187,3 +189,25 @@ def test_a_trained_tokenizer_reads_everything_back(tmp_path, capsys):
 def test_reading_stops_at_the_limit(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(TEXTS)))
     assert len(list(read_documents([str(tmp_path / "a.jsonl.gz")], ("text",), 30))) == 2
+
+
+def test_data_remembers_its_tokenizer(tmp_path):
+    """Merging refuses what two tokenizers made, and a run warns about data of another tokenizer than its own."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["1 2 3 4 5 6 7 8 9"] * 9))
+    for name, flags in (("null", ["NullTokenizer", "--vocab-size", "50"]), ("bytes", ["ByteTokenizer"])):
+        preprocess_data.main(["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / name), "--workers", "0",
+                              "--tokenizer-type", *flags])  # fmt: skip
+    null, byte = (str(tmp_path / f"{name}_text_document") for name in ("null", "bytes"))
+    digest = "e3b0c44298fc1c14"  # of no file
+    assert kept(null) == f"NullTokenizer 51 {digest}" and kept(byte) == f"ByteTokenizer 257 {digest}"
+    with pytest.raises(DataError, match=f"{byte}: made with tokenizer ByteTokenizer .* but {null} with NullTokenizer"):
+        merge_datasets.merge([null, byte], str(tmp_path / "all"))
+    plain = write(tmp_path / "plain", [[1, 2, 3]])
+    assert kept(plain) is None
+    merge_datasets.merge([plain, null, null], str(tmp_path / "all"))
+    assert kept(str(tmp_path / "all")) == kept(null)
+    for tokenizer, warned in (("NullTokenizer", 0), ("ByteTokenizer", 1), (None, 0)):
+        config = Config(model=ModelConfig(seq_length=4), train=TrainConfig(micro_batch_size=1, global_batch_size=1, train_iters=2),
+                        data=DataConfig(vocab_size=257, tokenizer_type=tokenizer, data_path=(null,)))  # fmt: skip
+        notes = build_splits(config, None).notes
+        assert sum("WARNING: the tokenizer is not that of the data" in note for note in notes) == warned
