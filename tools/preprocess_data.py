@@ -315,7 +315,7 @@ def problems(arguments: argparse.Namespace) -> list[str]:
     elif parts > 1 and (part is None or not 0 <= part < parts):
         given = "" if part is None else f" --partition {part}"
         found.append(f"--partitions {parts}{given}: give --partition 0 to {parts - 1}")
-    if arguments.vocab_size is not None and arguments.tokenizer_type != "NullTokenizer":
+    if arguments.vocab_size is not None and arguments.tokenizer_type not in ("NullTokenizer", "TikTokenizer"):
         found.append(f"--vocab-size {arguments.vocab_size}: no effect with {arguments.tokenizer_type}, leave it out")
     return found
 

@@ -59,6 +59,9 @@ class Selection:
     config: str | None = None
 
 
+TRAINING = Selection()
+
+
 def is_json(name: str) -> bool:
     """Whether a file holds JSON lines, by its name."""
     return _bare(name).endswith(JSON_ENDINGS)
@@ -92,7 +95,7 @@ def _bare(name: str) -> str:
 
 def read_documents(
     inputs: list[str], keys: tuple[str, ...], max_bytes: int | None, position: Position | None = None,
-    selection: Selection = Selection(),
+    selection: Selection = TRAINING,
 ) -> Iterator[Document]:  # fmt: skip
     """Documents of all inputs in order, up to the one that reaches `max_bytes` of text. Blank lines are no documents.
 

@@ -17,7 +17,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool) -> None
     add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     add("--tiktoken-pattern", choices=tuple(TIKTOKEN_PATTERNS), help="how TikTokenizer cuts text into words")
     add("--tiktoken-num-special-tokens", type=int, metavar="N", help="ids before those of a TikTokenizer's JSON file")
-    add("--vocab-size", type=int, metavar="N", help="number of ordinary ids, for NullTokenizer only")
+    add("--vocab-size", type=int, metavar="N", help="ordinary ids of NullTokenizer, or all of a TikTokenizer's JSON file")
 
 
 def tokenizer_values(arguments: argparse.Namespace) -> tuple[tuple[str, str | int | None], ...]:

@@ -145,7 +145,7 @@ class MegatronBlend:
     """Several sources in Megatron's greedy order: step i reads the source that is furthest behind its weight."""
 
     def __init__(self, sources: Sequence[MegatronSamples], weights: Sequence[float], num_samples: int, cache: str | None):
-        self.sources, self.weights = list(sources), normalized(normalized(weights))  # twice, as Megatron does: bits count
+        self.sources, self.weights = list(sources), normalized(weights)
         key = _key(np.array(self.weights), [len(sources), num_samples])
         folder = cache or f"{sources[0].dataset.prefix}_cache"
         names = ("source", "sample")
@@ -216,10 +216,11 @@ def megatron_samples(
             raise DataError(f"a blend by size gives one epoch of {whole} samples with --data-order megatron, the run needs "
                             f"{num_samples}; give weights")  # fmt: skip
         return MegatronBlend(sources, [len(source) for source in sources], num_samples, cache)
-    shares = [math.ceil(num_samples * weight) for weight in normalized([float(weight) for weight in weights])]
+    parts = normalized([float(weight) for weight in weights])
+    shares = [math.ceil(num_samples * part) for part in parts]
     sources = [_source(prefix, seq_length, seed, math.ceil(share * (1 + SURPLUS)), split, cache)
                for prefix, share in zip(prefixes, shares, strict=True)]  # fmt: skip
-    return MegatronBlend(sources, [float(weight) for weight in weights], sum(shares), cache)
+    return MegatronBlend(sources, parts, sum(shares), cache)  # which normalizes once more, as Megatron does: bits count
 
 
 def _source(prefix: str, seq_length: int, seed: int, num_samples: int | None, split: tuple, cache: str | None) -> MegatronSamples:

@@ -162,6 +162,10 @@ def test_the_samples_of_an_iteration_are_those_the_loader_reads(tmp_path, capsys
     ("a --iteration 0 --seq-length 4", "--iteration 0: expected 1 or more"),
     ("a --iteration 1 --seq-length 4 --rank 2 --dp 2", "--rank 2: expected 0 to 1"),
     ("a --iteration 1 --seq-length 4 --dp 2 --global-batch-size 3", "not a multiple of micro-batch size x dp = 2"),
+    ("", "name a prefix"),
+    ("a --data-order megatron", "no effect without --iteration"),
+    ("a --iteration 1 --seq-length 4 --data-order megatron", "neither says anything without the other"),
+    ("a --iteration 1 --seq-length 4 --data-schedule b", "one of them"),
 ])  # fmt: skip
 def test_inspection_that_cannot_be(capsys, flags, message):
     with pytest.raises(SystemExit) as left:
@@ -211,3 +215,19 @@ def test_data_remembers_its_tokenizer(tmp_path):
                         data=DataConfig(vocab_size=257, tokenizer_type=tokenizer, data_path=(null,)))  # fmt: skip
         notes = build_splits(config, None).notes
         assert sum("WARNING: the tokenizer is not that of the data" in note for note in notes) == warned
+
+
+@pytest.mark.parametrize("order", ["schedule", "megatron"])
+def test_the_samples_of_an_iteration_in_other_orders(tmp_path, capsys, order):
+    a, b = (write(tmp_path / name, [list(range(n, n + 200))] * 2) for name, n in (("a", 0), ("b", 300)))
+    (tmp_path / "phases.txt").write_text(f"0 {a}\n18 1 {a} 3 {b}\n")
+    sizes = "--micro-batch-size 2 --global-batch-size 8 --seq-length 6 --seed 5 --dp 2 --iteration 3"
+    words = {"schedule": ["--data-schedule", str(tmp_path / "phases.txt")],
+             "megatron": ["3", a, "1", b, "--split", "100", "--data-order", "megatron", "--train-iters", "10"]}[order]  # fmt: skip
+    assert inspect_data.main([*words, *sizes.split()]) == 0
+    shown = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    data = {"data_schedule": str(tmp_path / "phases.txt")} if order == "schedule" else {
+        "data_path": ("3", a, "1", b), "split": "100", "data_order": "megatron"}  # fmt: skip
+    train = TrainConfig(micro_batch_size=2, global_batch_size=8, train_iters=10, seed=5)
+    samples = build_splits(Config(model=ModelConfig(seq_length=6), train=train, data=DataConfig(**data)), None).train
+    assert shown == [" ".join(map(str, samples[number])) for number in (16, 17, 20, 21)]
