@@ -82,8 +82,8 @@ def ours(folder: Path, workers: int) -> dict:
     preprocess_data.run_ordered = timed
     with open(os.devnull, "w") as nowhere:
         sys.stdout = nowhere
-        preprocess_data.main(["--input", str(folder / "text.jsonl"), "--output-prefix", str(folder / "out"), "--workers", str(workers),
-                              "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer"),
+        preprocess_data.main(["--input", str(folder / "text.jsonl"), "--output-prefix", str(folder / "out"),
+                              "--workers", str(workers), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer"),
                               "--append-eod"])  # fmt: skip
         sys.stdout = sys.__stdout__
     return {"seconds": clock["last"] - clock["first"], "bytes": clock["bytes"], "tokens": clock["tokens"]}

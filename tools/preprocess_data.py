@@ -261,7 +261,9 @@ def report(totals: Totals, work: Work) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        prog="preprocess_data", description="JSON lines, Parquet, plain text, data sets -> Megatron's .bin/.idx", allow_abbrev=False
+        prog="preprocess_data",
+        description="JSON lines, Parquet, plain text, data sets -> Megatron's .bin/.idx",
+        allow_abbrev=False,
     )
     add = result.add_argument
     add(

@@ -119,9 +119,7 @@ def read_documents(
         position.source, position.number, position.stored = position.source + 1, 0, 0
 
 
-def _documents_of(
-    name: str, keys: tuple[str, ...], limit: int, position: Position, selection: Selection
-) -> Iterator[Document]:
+def _documents_of(name: str, keys: tuple[str, ...], limit: int, position: Position, selection: Selection) -> Iterator[Document]:
     """The documents of one input from `position` on; of a text, no more is read than shows that it is longer than `limit`."""
     if name == LIBRARY:
         for number, (source, text) in enumerate(python_library_texts(), start=1):

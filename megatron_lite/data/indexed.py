@@ -65,9 +65,7 @@ def read_index(path: str) -> Index:
         raise DataError(f"{path}: unknown dtype code {code}, expected 1 to {max(DTYPES)}")
     expected = HEADER.size + 12 * sequences + 8 * entries
     if size not in (expected, expected + sequences):  # multimodal sets carry one more byte per sequence
-        raise DataError(
-            f"{path}: {size} bytes, but {sequences} sequences and {entries} document entries take {expected} bytes"
-        )
+        raise DataError(f"{path}: {size} bytes, but {sequences} sequences and {entries} document entries take {expected} bytes")
     lengths = np.frombuffer(raw, "<i4", count=sequences, offset=HEADER.size)
     pointers = np.frombuffer(raw, "<i8", count=sequences, offset=HEADER.size + 4 * sequences)
     document_index = np.frombuffer(raw, "<i8", count=entries, offset=HEADER.size + 12 * sequences)

@@ -88,7 +88,9 @@ def sample_order(samples: int, apart: int | None, random: np.random.RandomState)
     return np.concatenate([first, last])
 
 
-def build_order(lengths: np.ndarray, first: int, last: int, seq_length: int, seed: int, num_samples: int | None) -> list[np.ndarray]:
+def build_order(
+    lengths: np.ndarray, first: int, last: int, seq_length: int, seed: int, num_samples: int | None
+) -> list[np.ndarray]:
     """The three arrays for documents [first, last) of a data set whose documents have `lengths` tokens."""
     tokens = int(lengths[first:last].sum(dtype=np.int64))
     epochs = epochs_needed(tokens, seq_length, num_samples)
@@ -103,7 +105,14 @@ class MegatronSamples:
     """Samples of documents [first, last) of a data set, in Megatron's order; limited, to at least `num_samples`."""
 
     def __init__(
-        self, dataset: IndexedDataset, seq_length: int, seed: int, num_samples: int | None, first: int, last: int, cache: str | None
+        self,
+        dataset: IndexedDataset,
+        seq_length: int,
+        seed: int,
+        num_samples: int | None,
+        first: int,
+        last: int,
+        cache: str | None,
     ):
         self.dataset, self.seq_length = dataset, seq_length
         if dataset.dtype.kind not in "iu":
@@ -136,8 +145,8 @@ class MegatronSamples:
     def describe(self, num_samples: int) -> str:
         """One line for the start-up log."""
         per_epoch = (self.num_tokens - 1) // self.seq_length
-        return (f"{self.dataset.prefix}: {self.num_tokens:,} tokens in Megatron's order, {per_epoch:,} samples per epoch (sequence "
-                f"length {self.seq_length:,}), {num_samples:,} samples needed = {num_samples / per_epoch:,.2f} epochs; "
+        return (f"{self.dataset.prefix}: {self.num_tokens:,} tokens in Megatron's order, {per_epoch:,} samples per epoch "
+                f"(sequence length {self.seq_length:,}), {num_samples:,} samples needed = {num_samples / per_epoch:,.2f} epochs; "
                 f"the order is that of {len(self):,} samples and changes with the length of the run")  # fmt: skip
 
 
@@ -244,7 +253,7 @@ def _key(numbers: np.ndarray, settings: list[int | None]) -> str:
 
 
 def cached(folder: str, key: str, names: Sequence[str], build: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
-    """The arrays of a key, mapped; built and stored by whoever comes first. Raises DataError for a folder that cannot be written."""
+    """The arrays of a key, mapped; built and stored by whoever comes first. Raises DataError where it cannot be stored."""
     paths = [os.path.join(folder, f"{key}-{name}.npy") for name in names]
     if not all(map(os.path.exists, paths)):
         try:
@@ -254,7 +263,9 @@ def cached(folder: str, key: str, names: Sequence[str], build: Callable[[], list
                     for path, array in zip(paths, build(), strict=True):
                         _store(path, array)
         except OSError as error:
-            raise DataError(f"{folder}: the order of samples cannot be stored there ({error}); name another --data-cache-path") from error
+            raise DataError(
+                f"{folder}: the order of samples cannot be stored there ({error}); name another --data-cache-path"
+            ) from error
     return [np.load(path, mmap_mode="r").view(np.ndarray) for path in paths]
 
 

@@ -49,7 +49,9 @@ def read_phases(path: str) -> list[Phase]:
         if not phases and int(start) != 0:
             raise DataError(f"{where}: the first phase starts at sample {start}, expected 0")
         if phases and int(start) <= phases[-1].start:
-            raise DataError(f"{where}: starts at sample {start}, expected one after {phases[-1].start}, where the phase before starts")
+            raise DataError(
+                f"{where}: starts at sample {start}, expected one after {phases[-1].start}, where the phase before starts"
+            )
         try:
             phases.append(Phase(int(start), *read_blend(words[1:])))
         except DataError as error:

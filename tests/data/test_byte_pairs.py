@@ -12,10 +12,13 @@ from megatron_lite.tokenizers.byte_pairs import CL100K_WORDS, GPT2_WORDS, O200K_
 from megatron_lite.tokenizers.fingerprint import fingerprint
 
 TRICKY = [
-    "hello world", " leading", "  two", "trailing ", "", " ", "   ", "a\nb", "\n\n", "\r\n \r\n x", "\t tab", "日本語", "😀 emoji",
-    "x  y   z", "é e\u0301", "I'm we'LL don'T 12345", "\u200bzero", "a\u00a0b", "a\u2028b\u3000c", "<|endoftext|> and <|endoftext|>",
-    "snake_case CamelCase HTTPServer", "x = {'a': [1, 22, 333, 4444]}", "?!.. ///\n///", "ǅungla ſ ß İ", "\x00\x1f\x7f", "ab" * 40,
-    "def f(x):\n    return x  # comment\n\n\n", "العربية हिन्दी ไทย", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "<s> </s>",
+    "hello world", " leading", "  two", "trailing ", "", " ", "   ", "a\nb", "\n\n", "\r\n \r\n x", "\t tab", "日本語",
+    "😀 emoji", "x  y   z", "é e\u0301", "I'm we'LL don'T 12345", "\u200bzero", "a\u00a0b", "a\u2028b\u3000c",
+    "<|endoftext|> and <|endoftext|>",
+    "snake_case CamelCase HTTPServer", "x = {'a': [1, 22, 333, 4444]}", "?!.. ///\n///", "ǅungla ſ ß İ", "\x00\x1f\x7f",
+    "ab" * 40,
+    "def f(x):\n    return x  # comment\n\n\n", "العربية हिन्दी ไทย", "<s> </s>",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467",
 ]  # fmt: skip
 CORPUS = ["the quick brown fox's tail and HTTPServer camelCase it's 12345 67 things; def f(x): return x  # words\n",
           "日本語 and 日本 の本, naïve café Über über élan\n\n   indented\tand   spaced text, isn't it?\r\n"]  # fmt: skip
@@ -51,7 +54,9 @@ def test_gpt2_ids_are_those_of_transformers(trained):
     expected = [reference.encode(text, split_special_tokens=True) for text in TRICKY]
     assert [tokenizer.encode(text) for text in TRICKY] == expected == tokenizer.encode_batch(TRICKY)
     for text, ids in zip(TRICKY, expected, strict=True):
-        assert tokenizer.eod not in ids and tokenizer.decode(ids) == text == reference.decode(ids, clean_up_tokenization_spaces=False)
+        assert tokenizer.eod not in ids and tokenizer.decode(ids) == text == reference.decode(
+            ids, clean_up_tokenization_spaces=False
+        )
     asked = [reference.encode(text) for text in TRICKY]
     assert tokenizer.encode_batch(TRICKY, special=True) == asked and asked != expected
     assert tokenizer.encode_batch(TRICKY) == expected, "asking once is not asking always"

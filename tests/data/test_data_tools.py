@@ -211,8 +211,9 @@ def test_data_remembers_its_tokenizer(tmp_path):
     merge_datasets.merge([plain, null, null], str(tmp_path / "all"))
     assert kept(str(tmp_path / "all")) == kept(null)
     for tokenizer, warned in (("NullTokenizer", 0), ("ByteTokenizer", 1), (None, 0)):
-        config = Config(model=ModelConfig(seq_length=4), train=TrainConfig(micro_batch_size=1, global_batch_size=1, train_iters=2),
-                        data=DataConfig(vocab_size=257, tokenizer_type=tokenizer, data_path=(null,)))  # fmt: skip
+        train = TrainConfig(micro_batch_size=1, global_batch_size=1, train_iters=2)
+        data = DataConfig(vocab_size=257, tokenizer_type=tokenizer, data_path=(null,))
+        config = Config(model=ModelConfig(seq_length=4), train=train, data=data)
         notes = build_splits(config, None).notes
         assert sum("WARNING: the tokenizer is not that of the data" in note for note in notes) == warned
 
@@ -223,7 +224,7 @@ def test_the_samples_of_an_iteration_in_other_orders(tmp_path, capsys, order):
     (tmp_path / "phases.txt").write_text(f"0 {a}\n18 1 {a} 3 {b}\n")
     sizes = "--micro-batch-size 2 --global-batch-size 8 --seq-length 6 --seed 5 --dp 2 --iteration 3"
     words = {"schedule": ["--data-schedule", str(tmp_path / "phases.txt")],
-             "megatron": ["3", a, "1", b, "--split", "100", "--data-order", "megatron", "--train-iters", "10"]}[order]  # fmt: skip
+             "megatron": ["3", a, "1", b, *"--split 100 --data-order megatron --train-iters 10".split()]}[order]  # fmt: skip
     assert inspect_data.main([*words, *sizes.split()]) == 0
     shown = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines()]
     data = {"data_schedule": str(tmp_path / "phases.txt")} if order == "schedule" else {

@@ -9,7 +9,14 @@ import pytest
 from megatron_lite.config import Config, DataConfig, ModelConfig, TrainConfig
 from megatron_lite.data import megatron_order
 from megatron_lite.data.indexed import DataError, IndexedDataset, IndexedWriter
-from megatron_lite.data.megatron_order import MegatronSamples, epochs_needed, greedy_blend, index_dtype, samples_apart, sample_starts
+from megatron_lite.data.megatron_order import (
+    MegatronSamples,
+    epochs_needed,
+    greedy_blend,
+    index_dtype,
+    sample_starts,
+    samples_apart,
+)
 from megatron_lite.training.data import build_splits
 
 
@@ -187,7 +194,7 @@ def test_a_build_that_is_cut_short_is_done_again(tmp_path, monkeypatch):
 
 
 def test_d21_the_cache_is_named_by_what_decides_it(tmp_path):
-    """The same prefix written anew with other lengths is other data; with equal lengths the order is the same and so is its file."""
+    """A prefix written anew with other lengths is other data; equal lengths have one order, and so one file."""
     cache = str(tmp_path / "cache")
     for lengths in ([9, 14, 3, 30], [3, 9, 14, 30], [60], [9, 14]):
         dataset, documents = corpus(tmp_path, lengths)

@@ -41,7 +41,9 @@ phase_lists = st.lists(
 
 def phases_of(drawn):
     starts = np.cumsum([0, *(length for length, _ in drawn)])[:-1].tolist()
-    return [Phase(start, [Fraction(w) for w in blend.values()], list(blend)) for start, (_, blend) in zip(starts, drawn, strict=True)]
+    return [
+        Phase(start, [Fraction(w) for w in blend.values()], list(blend)) for start, (_, blend) in zip(starts, drawn, strict=True)
+    ]
 
 
 @settings(max_examples=150, deadline=None)
@@ -114,7 +116,9 @@ def test_files_that_are_no_schedule(tmp_path, text, message):
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --micro-batch-size 2 --lr 1 --vocab-size 99".split()
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --micro-batch-size 2 --lr 1 --vocab-size 99".split()
+)
 
 
 def problems_of(*flags):

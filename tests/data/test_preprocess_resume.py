@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py cut short anywhere and started again by the same command: the bytes of a run that nothing disturbed."""
+"""tools/preprocess_data.py cut short anywhere and started again by the same command: the bytes of an undisturbed run."""
 
 import gzip
 import json
@@ -111,7 +111,9 @@ def test_every_cut_is_gone_on_from(tmp_path, monkeypatch, capsys, kind):
                 break
             except Killed:
                 cuts += 1
-                assert not any(name.endswith((".bin", ".idx")) for name in outputs(tmp_path, prefix)), "nothing half-made is there"
+                assert not any(name.endswith((".bin", ".idx")) for name in outputs(tmp_path, prefix)), (
+                    "nothing half-made is there"
+                )
         assert outputs(tmp_path, prefix) == expected
         assert not list(tmp_path.glob(f"{prefix}*.tmp")) + list(tmp_path.glob(f"{prefix}*.json"))
         printed = capsys.readouterr()
@@ -123,7 +125,19 @@ def command(source, prefix, workers):
     """The tool in a process of its own that writes its progress down after every piece."""
     code = ("import sys; from tools import preprocess_data as tool; tool.SAVE_SECONDS, tool.PIECE_BYTES = 0, 20000\n"
             "if __name__ == '__main__': sys.exit(tool.main(sys.argv[1:]))")  # fmt: skip
-    return [sys.executable, "-c", code, "--input", source, "--output-prefix", prefix, "--workers", workers, "--append-eod", *BYTES]
+    return [
+        sys.executable,
+        "-c",
+        code,
+        "--input",
+        source,
+        "--output-prefix",
+        prefix,
+        "--workers",
+        workers,
+        "--append-eod",
+        *BYTES,
+    ]
 
 
 def killed_runs(tmp_path, workers, kills, seed):

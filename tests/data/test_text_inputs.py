@@ -20,8 +20,8 @@ TEXTS = ["hello", "naïve 文字 🙂", "a\nb", "x" * 500, "last"]
 
 def prepared(tmp_path, name, *more, key="text"):
     """Documents of an input as text."""
-    assert preprocess_data.main(["--input", str(name), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer",
-                                 "--workers", "0", "--json-keys", key, *more]) == 0  # fmt: skip
+    flags = ["--tokenizer-type", "ByteTokenizer", "--workers", "0", "--json-keys", key, *more]
+    assert preprocess_data.main(["--input", str(name), "--output-prefix", str(tmp_path / "out"), *flags]) == 0
     data = IndexedDataset(tmp_path / f"out_{key}_document")
     return [bytes(data.document(n).tolist()).decode() for n in range(data.num_documents)]
 
