@@ -83,8 +83,8 @@ def ours(folder: Path, workers: int) -> dict:
     with open(os.devnull, "w") as nowhere:
         sys.stdout = nowhere
         preprocess_data.main(["--input", str(folder / "text.jsonl"), "--output-prefix", str(folder / "out"),
-                              "--workers", str(workers), "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer"),
-                              "--append-eod"])  # fmt: skip
+                              "--workers", str(workers), "--tokenizer-type", "HuggingFaceTokenizer", "--append-eod",
+                              "--tokenizer-model", str(folder / "tokenizer")])  # fmt: skip
         sys.stdout = sys.__stdout__
     return {"seconds": clock["last"] - clock["first"], "bytes": clock["bytes"], "tokens": clock["tokens"]}
 
