@@ -16,15 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lite.data.indexed import best_dtype
-from megatron_lite.tokenizers import Tokenizer, TokenizerError, build_tokenizer
+from megatron_lite.tokenizers import Tokenizer, TokenizerError
 from tools.text_inputs import Document, Position
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker needs to know."""
+    """What every worker needs to know beside the tokenizer."""
 
-    tokenizer: tuple[tuple[str, str | int | None], ...]  # (name, value) of the arguments of `build_tokenizer`
     keys: tuple[str, ...]
     append_eod: bool
     skip_bad: bool
@@ -81,16 +80,9 @@ def texts_of(document: Document, keys: tuple[str, ...]) -> list[str]:
     return [row[key] for key in keys]
 
 
-@functools.cache
-def tokenizer_of(job: Job) -> Tokenizer:
-    """A process builds its tokenizer once, not once per piece."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are what runs side by side, not threads in each
-    return build_tokenizer(**dict(job.tokenizer))
-
-
-def encode_piece(job: Job, piece: Piece) -> Encoded:
+def encode_piece(tokenizer: Tokenizer, job: Job, piece: Piece) -> Encoded:
     """Tokenise a piece; runs in a worker. Raises BadDocument for the first bad document unless those are skipped."""
-    tokenizer, refused = tokenizer_of(job), []
+    refused = []
     read = _good(((d, functools.partial(texts_of, d, job.keys)) for d in piece.documents), job.skip_bad, refused)
     try:
         flat = iter(tokenizer.encode_batch([text for _, texts in read for text in texts], job.special))
@@ -149,11 +141,11 @@ def run_ordered(task: Callable, items: Iterator, workers: int) -> Iterator:
         yield from map(task, items)
         return
     # spawn: the same on every system, and safe beside the threads of a tokenizer library
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(task,)) as pool:
         running = deque()
         try:
             for item in items:
-                running.append(pool.submit(task, item))
+                running.append(pool.submit(_do, item))
                 if len(running) > 3 * workers:
                     yield running.popleft().result()
             while running:
@@ -163,10 +155,16 @@ def run_ordered(task: Callable, items: Iterator, workers: int) -> Iterator:
                 future.cancel()
 
 
-def _start_worker() -> None:
-    """A worker leaves Ctrl-C to its parent, and ends with it: a killed parent would leave it waiting for ever."""
+def _start_worker(task: Callable) -> None:
+    """A worker gets its task once, not with every item; it leaves Ctrl-C to its parent, and ends with it: a killed parent would
+    leave it waiting for ever."""
+    _do.task = task
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _do(item):
+    return _do.task(item)
 
 
 def _end_with_parent() -> None:

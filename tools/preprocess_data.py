@@ -27,9 +27,9 @@ if not __package__:  # run as a script: the repository root takes the place of t
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from megatron_lite.data.indexed import DataError, IndexedWriter, Mark, best_dtype, publish
-from megatron_lite.tokenizers import TokenizerError
+from megatron_lite.tokenizers import Tokenizer, TokenizerError, build_tokenizer
 from megatron_lite.tokenizers.fingerprint import fingerprint, keep
-from tools.encode_texts import BadDocument, Encoded, Job, Piece, encode_piece, run_ordered, tokenizer_of
+from tools.encode_texts import BadDocument, Encoded, Job, Piece, encode_piece, run_ordered
 from tools.text_inputs import LIBRARY, Document, Position, Selection, has_keys, is_dataset, read_documents, stored_bytes, there
 from tools.tokenizer_flags import add_tokenizer_flags, tokenizer_values
 
@@ -44,6 +44,8 @@ class Work:
 
     inputs: list[str]
     prefix: str
+    tokenizer: Tokenizer
+    fingerprint: str  # of the tokenizer
     job: Job
     max_bytes: int | None = None
     part: tuple[int, int] = (0, 1)
@@ -59,11 +61,6 @@ class Work:
         return f"{self.prefix}.progress.json"
 
     @functools.cached_property
-    def tokenizer(self) -> str:
-        """Its fingerprint."""
-        return fingerprint(**dict(self.job.tokenizer) | {"vocab_size": tokenizer_of(self.job).vocab_size})
-
-    @functools.cached_property
     def description(self) -> dict[str, Any]:
         """What decides the bytes that are written: work may only be gone on with where all of it is as it was."""
         files = [os.stat(name) if os.path.isfile(name) else None for name in self.inputs]
@@ -72,7 +69,7 @@ class Work:
             "--json-keys": list(self.job.keys), "--append-eod": self.job.append_eod, "--max-bytes": self.max_bytes,
             "--parse-special-tokens": self.job.special, "--partition": list(self.part),
             "--dataset-split and --dataset-config": list(asdict(self.selection).values()),
-            "the tokenizer": self.tokenizer,
+            "the tokenizer": self.fingerprint,
             "the version of Python": platform.python_version() if LIBRARY in self.inputs else None,
         }  # fmt: skip
 
@@ -157,7 +154,7 @@ def preprocess(work: Work, workers: int) -> Totals:
     progress, note = progress_of(work)
     if note:
         print(note, file=sys.stderr)
-    dtype = best_dtype(tokenizer_of(work.job).vocab_size)
+    dtype = best_dtype(work.tokenizer.vocab_size)
     writers: dict[str, IndexedWriter] = {}
     try:
         if not progress.sealed:
@@ -178,7 +175,7 @@ def preprocess(work: Work, workers: int) -> Totals:
                 writer.abort()
         raise
     for key in work.job.keys:
-        keep(work.output(key), work.tokenizer)
+        keep(work.output(key), work.fingerprint)
         publish(work.output(key))
     for writer in writers.values():
         writer.suspend()
@@ -190,7 +187,7 @@ def convert(work: Work, progress: Progress, writers: dict[str, IndexedWriter], w
     """Read, tokenise and append, from where `progress` is to the end."""
     position = replace(progress.position)
     documents = read_documents(work.inputs, work.job.keys, work.max_bytes, position, work.selection)
-    results = run_ordered(functools.partial(encode_piece, work.job), pieces(documents, position, work.part), workers)
+    results = run_ordered(functools.partial(encode_piece, work.tokenizer, work.job), pieces(documents, position, work.part), workers)
     saved = time.monotonic()
     with Bar(work, progress.position) as bar:
         for encoded in results:
@@ -323,13 +320,19 @@ def problems(arguments: argparse.Namespace) -> list[str]:
 
 
 def work_of(arguments: argparse.Namespace) -> Work:
-    """The command line as work."""
-    job = Job(tokenizer_values(arguments), tuple(arguments.json_keys), arguments.append_eod, arguments.skip_bad_lines,
+    """The command line as work. Raises TokenizerError for what the tokenizer cannot do."""
+    values = dict(tokenizer_values(arguments))
+    tokenizer = build_tokenizer(**values)
+    job = Job(tuple(arguments.json_keys), arguments.append_eod, arguments.skip_bad_lines,
               arguments.parse_special_tokens)  # fmt: skip
+    tokenizer.encode_batch([], job.special)  # refused before any work
+    if job.append_eod:
+        _ = tokenizer.eod
     part = arguments.partition or 0, arguments.partitions
     prefix = arguments.output_prefix + (f"_{part[0]}" if part[1] > 1 else "")
     selection = Selection(arguments.dataset_split or "train", arguments.dataset_config)
-    return Work(arguments.input, prefix, job, arguments.max_bytes, part, selection)
+    text = fingerprint(**values | {"vocab_size": tokenizer.vocab_size})
+    return Work(arguments.input, prefix, tokenizer, text, job, arguments.max_bytes, part, selection)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -337,12 +340,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if found := problems(arguments):
         parser().exit(2, "".join(f"preprocess_data: error: {problem}\n" for problem in found))
-    work = work_of(arguments)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are what runs side by side, not threads in each
+    work = None
     try:
-        tokenizer = tokenizer_of(work.job)
-        tokenizer.encode_batch([], work.job.special)  # what the tokenizer cannot do is refused before any work
-        if work.job.append_eod:
-            _ = tokenizer.eod
+        work = work_of(arguments)
         totals = preprocess(work, arguments.workers)
     except (DataError, TokenizerError, BadDocument, OSError) as error:
         parser().exit(1, f"preprocess_data: error: {error}{what_is_kept(work)}\n")
@@ -355,9 +356,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def what_is_kept(work: Work) -> str:
+def what_is_kept(work: Work | None) -> str:
     """What a person should know about work that has ended early."""
-    return "; what was done is kept, the same command goes on with it" if os.path.exists(work.record) else ""
+    return "; what was done is kept, the same command goes on with it" if work and os.path.exists(work.record) else ""
 
 
 if __name__ == "__main__":

@@ -43,9 +43,3 @@ class Tokenizer(ABC):
         if special:
             raise TokenizerError(f"{type(self).__name__} has no special tokens that text could spell")
         return [self.encode(text) for text in texts]
-
-
-def library_ids(backend, texts: Sequence[str], special: bool) -> list[list[int]]:
-    """`Tokenizer.encode_batch` by a tokenizer of the `tokenizers` library, without the offsets that nobody asks for."""
-    backend.encode_special_tokens = not special  # the library's name for taking them as text
-    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]

@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_lite.tokenizers.base import Tokenizer, TokenizerError, library_ids
+from megatron_lite.tokenizers.base import Tokenizer, TokenizerError
+from megatron_lite.tokenizers.library import LibraryTokenizer
 
 GPT2_EOD = "<|endoftext|>"
 
@@ -43,32 +44,6 @@ PUBLISHED = {
 MEGATRON_SPECIALS = 1000  # ids before the ranks of Megatron's JSON file; <unk>, <s> and </s> are the first of them
 MEGATRON_EOD = 2
 MEGATRON_VOCAB = 1 << 17  # ids of such a tokenizer, unless --vocab-size says otherwise
-
-
-class LibraryTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library; `eod` None where there is none, which `why` explains."""
-
-    def __init__(self, backend, vocab_size: int, eod: int | None, why: str = ""):
-        self._backend, self._vocab_size, self._eod, self._why = backend, vocab_size, eod, why
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def eod(self) -> int:
-        if self._eod is None:
-            raise TokenizerError(self._why)
-        return self._eod
-
-    def encode(self, text: str) -> list[int]:
-        return library_ids(self._backend, [text], special=False)[0]
-
-    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-        return library_ids(self._backend, texts, special)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
 
 
 class GPT2BPETokenizer(LibraryTokenizer):
@@ -124,7 +99,7 @@ class TikTokenizer(LibraryTokenizer):
         super().__init__(_merging(ranks, first, words), known.vocab_size, known.eod)
 
     def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-        return Tokenizer.encode_batch(self, texts, True) if special else library_ids(self._backend, texts, False)
+        return Tokenizer.encode_batch(self, texts, True) if special else super().encode_batch(texts)
 
 
 def _text_ranks(path: str) -> list[bytes]:

@@ -3,7 +3,8 @@
 import os
 from collections.abc import Sequence
 
-from megatron_lite.tokenizers.base import Tokenizer, TokenizerError, library_ids
+from megatron_lite.tokenizers.base import Tokenizer, TokenizerError
+from megatron_lite.tokenizers.library import LibraryTokenizer, library_ids
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -25,6 +26,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
+        self._no_eod = f"--tokenizer-model {folder}: has no eos_token, so no end-of-document id"
         # len() counts the added tokens, which vocab_size of transformers leaves out; ids may also have gaps
         self._vocab_size = max(len(self._tokenizer), max(self._tokenizer.get_vocab().values(), default=-1) + 1)
 
@@ -36,7 +38,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def eod(self) -> int:
         token = self._tokenizer.eos_token_id
         if token is None:
-            raise TokenizerError(f"--tokenizer-model {self.folder}: has no eos_token, so no end-of-document id")
+            raise TokenizerError(self._no_eod)
         return token
 
     def encode(self, text: str) -> list[int]:
@@ -47,6 +49,12 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._backend is None:
             return super().encode_batch(texts, special)
         return library_ids(self._backend, texts, special)
+
+    def __reduce__(self):
+        """Another process gets the library's tokenizer, which is all that encoding needs: it need not import transformers."""
+        if self._backend is None:
+            return HuggingFaceTokenizer, (self.folder,)
+        return LibraryTokenizer, (self._backend, self._vocab_size, self._tokenizer.eos_token_id, self._no_eod)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False)

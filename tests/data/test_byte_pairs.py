@@ -2,6 +2,7 @@
 
 import base64
 import json
+import pickle
 
 import pytest
 from hypothesis import given, settings
@@ -143,7 +144,7 @@ def _built(path, vocab_size, pattern):
 def test_tiktoken_itself_agrees(ranks, words):
     """Where tiktoken is installed."""
     tiktoken = pytest.importorskip("tiktoken")
-    from megatron_lite.tokenizers.base import library_ids
+    from megatron_lite.tokenizers.library import library_ids
     from megatron_lite.tokenizers.byte_pairs import _merging
 
     tokens, _ = ranks
@@ -198,3 +199,16 @@ def test_fingerprints_tell_files_and_ways_of_reading_apart(trained, ranks):
               fingerprint("TikTokenizer", path, 600), fingerprint("TikTokenizer", path, 600, tiktoken_pattern="v1"),
               fingerprint("TikTokenizer", path, 600, tiktoken_num_special_tokens=5)]  # fmt: skip
     assert len(set(prints)) == len(prints)
+
+
+def test_another_process_gets_the_same_ids(trained, ranks, tmp_path):
+    """What workers of tools/preprocess_data.py get: pickled, of a Hugging Face folder the library's tokenizer alone."""
+    from transformers import GPT2Tokenizer
+
+    GPT2Tokenizer.from_pretrained(str(trained)).save_pretrained(str(tmp_path))
+    for tokenizer in (gpt2(trained), build_tokenizer("TikTokenizer", str(ranks[1] / "ranks.json")),
+                      build_tokenizer("HuggingFaceTokenizer", str(tmp_path)), build_tokenizer("ByteTokenizer")):  # fmt: skip
+        sent = pickle.loads(pickle.dumps(tokenizer))
+        assert (sent.vocab_size, sent.eod) == (tokenizer.vocab_size, tokenizer.eod)
+        assert sent.encode_batch(TRICKY) == [tokenizer.encode(text) for text in TRICKY]
+    assert not type(pickle.loads(pickle.dumps(build_tokenizer("HuggingFaceTokenizer", str(tmp_path))))).__module__.endswith("face")
