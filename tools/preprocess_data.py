@@ -187,7 +187,8 @@ def convert(work: Work, progress: Progress, writers: dict[str, IndexedWriter], w
     """Read, tokenise and append, from where `progress` is to the end."""
     position = replace(progress.position)
     documents = read_documents(work.inputs, work.job.keys, work.max_bytes, position, work.selection)
-    results = run_ordered(functools.partial(encode_piece, work.tokenizer, work.job), pieces(documents, position, work.part), workers)
+    task = functools.partial(encode_piece, work.tokenizer, work.job)
+    results = run_ordered(task, pieces(documents, position, work.part), workers)
     saved = time.monotonic()
     with Bar(work, progress.position) as bar:
         for encoded in results:

@@ -144,8 +144,8 @@ def _built(path, vocab_size, pattern):
 def test_tiktoken_itself_agrees(ranks, words):
     """Where tiktoken is installed."""
     tiktoken = pytest.importorskip("tiktoken")
-    from megatron_lite.tokenizers.library import library_ids
     from megatron_lite.tokenizers.byte_pairs import _merging
+    from megatron_lite.tokenizers.library import library_ids
 
     tokens, _ = ranks
     reference = tiktoken.Encoding("t", pat_str=words, mergeable_ranks={t: n for n, t in enumerate(tokens)}, special_tokens={})
@@ -211,4 +211,5 @@ def test_another_process_gets_the_same_ids(trained, ranks, tmp_path):
         sent = pickle.loads(pickle.dumps(tokenizer))
         assert (sent.vocab_size, sent.eod) == (tokenizer.vocab_size, tokenizer.eod)
         assert sent.encode_batch(TRICKY) == [tokenizer.encode(text) for text in TRICKY]
-    assert not type(pickle.loads(pickle.dumps(build_tokenizer("HuggingFaceTokenizer", str(tmp_path))))).__module__.endswith("face")
+    folder = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    assert not isinstance(pickle.loads(pickle.dumps(folder)), type(folder))
