@@ -26,7 +26,7 @@ class Killed(BaseException):
 
 
 def rows(count):
-    return [{"text": f"{i % 100} {i % 7}" * (1 + i % 5), "more": str(i % 50), "n": i} for i in range(count)]
+    return [{"text": f"{i % 100} {i % 7} " * (1 + i % 5), "more": str(i % 50), "n": i} for i in range(count)]
 
 
 def jsonl(count):
@@ -83,7 +83,7 @@ def outputs(folder, name):
     return {path.name.removeprefix(name): path.read_bytes() for path in sorted(folder.glob(f"{name}_*"))}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dataset"] + [pytest.param("dataset", marks=pytest.mark.full)])
 def test_every_cut_is_gone_on_from(tmp_path, monkeypatch, capsys, kind):
     """Cut at each piece in turn, often twice, then left alone."""
     monkeypatch.setattr(preprocess_data, "PIECE_BYTES", 700)
@@ -93,7 +93,7 @@ def test_every_cut_is_gone_on_from(tmp_path, monkeypatch, capsys, kind):
     monkeypatch.setattr(preprocess_data, "SAVE_SECONDS", 0.0)
     add, generator = preprocess_data.Totals.add, random.Random(0)
     cuts = 0
-    for trial in range(6):
+    for trial in range(2):
         prefix = f"cut{trial}"
         while True:
             left = generator.randint(1, 12)
@@ -118,7 +118,7 @@ def test_every_cut_is_gone_on_from(tmp_path, monkeypatch, capsys, kind):
         assert not list(tmp_path.glob(f"{prefix}*.tmp")) + list(tmp_path.glob(f"{prefix}*.json"))
         printed = capsys.readouterr()
         assert printed.out.replace(prefix, "whole") == summary, "the summary counts what was done before"
-    assert cuts >= 6
+    assert cuts >= 2
 
 
 def command(source, prefix, workers):
@@ -142,7 +142,7 @@ def command(source, prefix, workers):
 
 def killed_runs(tmp_path, workers, kills, seed):
     """Start, kill without warning after a random number of records, start again; how many kills found it at work."""
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} " * (i % 90)}) + "\n" for i in range(9000)))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} " * (i % 90)}) + "\n" for i in range(4000)))
     source, record, hit = str(tmp_path / "a.jsonl"), tmp_path / "out.progress.json", 0
     assert subprocess.run(command(source, "whole", workers), cwd=tmp_path, env=environment(), capture_output=True).returncode == 0
     generator = random.Random(seed)
@@ -182,7 +182,7 @@ def _wait_for_end_of_session(leader):
 
 
 def test_killed_at_random_moments(tmp_path):
-    assert killed_runs(tmp_path, "0", kills=4, seed=1) >= 2
+    assert killed_runs(tmp_path, "0", kills=3, seed=1) >= 1
     assert outputs(tmp_path, "out") == outputs(tmp_path, "whole")
     left = {f"{name}_text_document{ending}" for name in ("out", "whole") for ending in (".bin", ".idx", ".tokenizer")}
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", *left}
