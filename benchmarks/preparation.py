@@ -1,12 +1,13 @@
-"""tools/preprocess_data.py beside a bare loop over `encode_batch` of the tokenizers library: MB/s of text, and memory.
+"""tools/preprocess_data.py beside a bare loop over `encode_batch` of the tokenizers library: speed and memory.
 
     python benchmarks/preparation.py                                  40 MB, three rounds
     python benchmarks/preparation.py --megabytes 200 --rounds 1 --out results.json
 
 The text is the embedded corpus, repeated; the tokenizer a byte-level BPE of 32,000 ids learnt from it. The bare loop has its
 texts in memory and one core, and takes the ids; `bare x 2` is two such processes at once, what the machine gives. Ours reads
-JSON lines and ends with a data set on disk. `steady` counts from the first piece to the last, `whole` is the command with its
-start. Contenders take turns; ratios are medians over rounds of ratios inside a round. Memory is the resident memory of all
+JSON lines and ends with a data set on disk. Tokens per second count from the first piece to the last, `whole` is the command with its
+start. Contenders take turns; ratios are medians over rounds of ratios inside a round, and that per second of processor time
+does not mind what else the machine does. Memory is the resident memory of all
 processes of a command together, at its peak.
 """
 
@@ -60,22 +61,21 @@ def bare(folder: Path, share: tuple[int, int]) -> dict:
                     batches.append([])
                     size = 0
     tokenizer.encode_batch(batches[0])
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     tokens = sum(len(encoding.ids) for batch in batches for encoding in tokenizer.encode_batch(batch, add_special_tokens=False))
-    seconds = time.perf_counter() - started
-    return {"seconds": seconds, "bytes": sum(len(text.encode()) for batch in batches for text in batch), "tokens": tokens}
+    times = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - used}
+    return times | {"tokens": tokens}
 
 
 def ours(folder: Path, workers: int) -> dict:
     """The tool in this process, with a clock between its first and its last piece."""
-    clock, run_ordered = {"bytes": 0, "tokens": 0}, preprocess_data.run_ordered
+    clock, run_ordered = {"tokens": 0}, preprocess_data.run_ordered
 
     def timed(task, items, workers):
         for encoded in run_ordered(task, items, workers):
             if "first" in clock:
-                clock["bytes"] += encoded.raw_bytes
                 clock["tokens"] += len(encoded.tokens["text"])
-            clock["last"] = time.perf_counter()
+            clock["last"] = time.perf_counter(), time.process_time()
             clock.setdefault("first", clock["last"])
             yield encoded
 
@@ -86,7 +86,8 @@ def ours(folder: Path, workers: int) -> dict:
                               "--workers", str(workers), "--tokenizer-type", "HuggingFaceTokenizer", "--append-eod",
                               "--tokenizer-model", str(folder / "tokenizer")])  # fmt: skip
         sys.stdout = sys.__stdout__
-    return {"seconds": clock["last"] - clock["first"], "bytes": clock["bytes"], "tokens": clock["tokens"]}
+    seconds, cpu_seconds = (after - before for before, after in zip(clock["first"], clock["last"], strict=True))
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": clock["tokens"]}
 
 
 def resident(pid: int) -> int:
@@ -112,9 +113,10 @@ def turn(name: str, folder: Path) -> dict:
     if any(process.returncode for process in running):
         raise RuntimeError(f"{name} ended with {[process.returncode for process in running]}")
     found = [json.loads(process.stdout.read()) for process in running]
-    text_bytes = sum(one["bytes"] for one in found)
-    return {"steady": text_bytes / max(one["seconds"] for one in found) / 1e6, "whole_seconds": whole, "peak_mb": peak / 1e6,
-            "bytes_per_token": text_bytes / max(1, sum(one["tokens"] for one in found))}  # fmt: skip
+    tokens = sum(one["tokens"] for one in found) / 1e6
+    cpu_seconds = sum(one["cpu_seconds"] for one in found)  # without those of workers
+    return {"steady": tokens / max(one["seconds"] for one in found), "per_cpu_second": tokens / cpu_seconds,
+            "whole_seconds": whole, "peak_mb": peak / 1e6}  # fmt: skip
 
 
 def be(name: str, folder: Path, share: tuple[int, int]) -> dict:
@@ -131,8 +133,8 @@ def measure(folder: Path, rounds: int) -> dict[str, list[dict]]:
     return found
 
 
-def ratio(found: dict[str, list[dict]], over: str, under: str) -> float:
-    return statistics.median(a["steady"] / b["steady"] for a, b in zip(found[over], found[under], strict=True))
+def ratio(found: dict[str, list[dict]], over: str, under: str, what: str = "steady") -> float:
+    return statistics.median(a[what] / b[what] for a, b in zip(found[over], found[under], strict=True))
 
 
 def summary(found: dict[str, list[dict]], megabytes: float) -> dict:
@@ -141,12 +143,13 @@ def summary(found: dict[str, list[dict]], megabytes: float) -> dict:
     for name, row in rows.items():
         row["whole"] = megabytes / row["whole_seconds"] if name.startswith("ours") else None
     return {"megabytes": megabytes, "rows": rows, "ours / bare, one core": ratio(found, "ours --workers 0", "bare"),
+            "ours / bare, per second of processor time": ratio(found, "ours --workers 0", "bare", "per_cpu_second"),
             "2 workers / 1 worker": ratio(found, "ours --workers 2", "ours --workers 1"),
             "2 bare loops / 1": ratio(found, "bare x 2", "bare")}  # fmt: skip
 
 
 def table(result: dict) -> str:
-    lines = [f"{'':20}{'MB/s steady':>12}{'MB/s whole':>12}{'peak MB':>10}"]
+    lines = [f"{'':20}{'Mtokens/s':>12}{'MB/s whole':>12}{'peak MB':>10}"]
     for name, row in result["rows"].items():
         whole = f"{row['whole']:12.2f}" if row["whole"] else f"{'':12}"
         lines.append(f"{name:20}{row['steady']:12.2f}{whole}{row['peak_mb']:10.0f}")
@@ -172,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
             for text in texts(arguments.megabytes):
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-        train_tokenizer.train(["python-library"], "text", arguments.vocab_size, str(folder / "tokenizer"), int(4e6))
+        train_tokenizer.train(["python-library"], "text", arguments.vocab_size, str(folder / "tokenizer"), None)
         result = summary(measure(folder, arguments.rounds), arguments.megabytes)
     print(table(result))
     if arguments.out:

@@ -114,17 +114,16 @@ def ranks(trained, tmp_path_factory):
     return tokens, folder
 
 
-@settings(max_examples=150, deadline=None)
-@given(text=st.one_of(ANY, NEAR))
+@settings(max_examples=60, deadline=None)
+@given(text=st.one_of(st.sampled_from(TRICKY), ANY, NEAR))
 @pytest.mark.parametrize("pattern", ["v1", "v2", None])
 def test_tiktoken_ids_by_the_book(ranks, pattern, text):
     tokens, folder = ranks
     number = {token: rank for rank, token in enumerate(tokens)}
     plain = _built(str(folder / "ranks.tiktoken"), None, pattern)
     words = CL100K_WORDS if pattern is None else TIKTOKEN_PATTERNS[pattern]
-    for one in (text, *TRICKY):
-        assert plain.encode(one) == by_the_book(one, number, words), one
-        assert plain.decode(plain.encode(one)) == one
+    assert plain.encode(text) == by_the_book(text, number, words)
+    assert plain.decode(plain.encode(text)) == text
     if pattern is not None:
         shifted = _built(str(folder / "ranks.json"), len(tokens) + 1000, pattern)
         assert shifted.encode(text) == [1000 + rank for rank in by_the_book(text, number, words)]
@@ -160,8 +159,8 @@ def test_tiktoken_sizes_and_ends(ranks):
     assert (plain.vocab_size, plain.eod) == (count + 1, count)
     megatron = build_tokenizer("TikTokenizer", str(folder / "ranks.json"))
     assert (megatron.vocab_size, megatron.eod) == (count + 1000, 2)
-    cut = build_tokenizer("TikTokenizer", str(folder / "ranks.json"), 400, tiktoken_num_special_tokens=10)
-    assert (cut.vocab_size, cut.eod) == (400, 2) and max(cut.encode("".join(CORPUS))) < 400
+    cut = build_tokenizer("TikTokenizer", str(folder / "ranks.json"), 300, tiktoken_num_special_tokens=10)
+    assert (cut.vocab_size, cut.eod) == (300, 2) and max(cut.encode("".join(CORPUS))) < 300
     assert min(cut.encode("".join(CORPUS))) >= 10
     assert {count: (p.eod, p.vocab_size) for count, p in PUBLISHED.items()} == {
         50256: (50256, 50257), 100256: (100257, 100277), 128000: (128001, 128256), 199998: (199999, 200019)}  # fmt: skip

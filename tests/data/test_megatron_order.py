@@ -70,16 +70,15 @@ LENGTHS = {
 def test_equals_a_slow_walk(tmp_path, name):
     dataset, documents = corpus(tmp_path, LENGTHS[name])
     seen = set()
-    for seq_length in (1, 4, 5, 13):
-        for num_samples in (None, 1, 2, 7, 20, 31, 64, 100):
-            for seed in (0, 1234):
-                expected, apart, epochs = walk(documents, seq_length, num_samples, seed)
-                samples = MegatronSamples(dataset, seq_length, seed, num_samples, 0, len(dataset), str(tmp_path / "cache"))
-                found = [samples[n] for n in range(len(samples))]
-                assert all(sample.dtype == np.int64 and len(sample) == seq_length + 1 for sample in found)
-                assert [sample.tolist() for sample in found] == expected
-                assert num_samples is None or len(samples) >= num_samples
-                seen.add((apart, epochs > 1))
+    for seq_length in (1, 4, 13):
+        for num_samples in (None, 1, 7, 31, 64, 100):
+            expected, apart, epochs = walk(documents, seq_length, num_samples, 7)
+            samples = MegatronSamples(dataset, seq_length, 7, num_samples, 0, len(dataset), str(tmp_path / "cache"))
+            found = [samples[n] for n in range(len(samples))]
+            assert all(sample.dtype == np.int64 and len(sample) == seq_length + 1 for sample in found)
+            assert [sample.tolist() for sample in found] == expected
+            assert num_samples is None or len(samples) >= num_samples
+            seen.add((apart, epochs > 1))
     assert {(False, False), (False, True), (True, True)} <= seen, "all ways to treat the last epoch were met"
 
 

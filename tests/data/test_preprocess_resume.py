@@ -83,7 +83,7 @@ def outputs(folder, name):
     return {path.name.removeprefix(name): path.read_bytes() for path in sorted(folder.glob(f"{name}_*"))}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dataset"] + [pytest.param("dataset", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", [*list(KINDS)[:-1], pytest.param("dataset", marks=pytest.mark.full)])
 def test_every_cut_is_gone_on_from(tmp_path, monkeypatch, capsys, kind):
     """Cut at each piece in turn, often twice, then left alone."""
     monkeypatch.setattr(preprocess_data, "PIECE_BYTES", 700)
