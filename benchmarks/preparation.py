@@ -5,10 +5,10 @@
 
 The text is the embedded corpus, repeated; the tokenizer a byte-level BPE of 32,000 ids learnt from it. The bare loop has its
 texts in memory and one core, and takes the ids; `bare x 2` is two such processes at once, what the machine gives. Ours reads
-JSON lines and ends with a data set on disk. Tokens per second count from the first piece to the last, `whole` is the command with its
-start. Contenders take turns; ratios are medians over rounds of ratios inside a round, and that per second of processor time
-does not mind what else the machine does. Memory is the resident memory of all
-processes of a command together, at its peak.
+JSON lines and ends with a data set on disk. Tokens per second count from the first piece to the last, `whole` is the command
+with its start. Contenders take turns; ratios are medians over rounds of ratios inside a round, and that per second of
+processor time does not mind what else the machine does. Memory is the resident memory of all processes of a command together,
+at its peak.
 """
 
 from __future__ import annotations
