@@ -345,7 +345,6 @@ def observe(files, tmp_path, monkeypatch, capsys):
 
         monkeypatch.setattr(state, "load_checkpoint", loaded)
         monkeypatch.setattr(architecture, "stored_settings", taken)
-        build = tokenizers.build_tokenizer
         monkeypatch.setattr(tokenizers, "build_tokenizer", lambda *args: seen["tokenizer"].append(args) or build(*args))
         monkeypatch.setattr(data, "BatchLoader", recorded)
         monkeypatch.setattr(setup, "compile_elementwise", compiled)
@@ -379,6 +378,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
         }  # fmt: skip
 
     setup_loader = data.BatchLoader
+    build = tokenizers.build_tokenizer
     yield run
     torch.set_num_threads(threads)
     for number, handler in handlers.items():
