@@ -319,11 +319,13 @@ def _vocabulary(data: Any, given: frozenset[str]) -> int | None:
     return data.vocab_size
 
 
-def tokenizer_arguments(config: Config) -> tuple[str | None, str | None, int | None]:
+def tokenizer_arguments(config: Config) -> tuple[str | int | None, ...]:
     """What `build_tokenizer` takes, from a resolved configuration: a NullTokenizer is built from its ordinary ids."""
     data = config.data
     ordinary = data.tokenizer_type == "NullTokenizer" and data.vocab_size is not None
-    return data.tokenizer_type, data.tokenizer_model, data.vocab_size - 1 if ordinary else data.vocab_size
+    vocab_size = data.vocab_size - 1 if ordinary else data.vocab_size
+    return (data.tokenizer_type, data.tokenizer_model, vocab_size, data.vocab_file, data.merge_file, data.tiktoken_pattern,
+            data.tiktoken_num_special_tokens)  # fmt: skip
 
 
 def with_vocab_size(config: Config, tokenizer_vocab: int) -> Config:

@@ -232,11 +232,23 @@ class DataConfig:
     dataset_text_key: str = flag("text", "column of --dataset-name that holds the text")
     test_data_path: tuple[str, ...] | None = flag(None, "the same for a test at the end of the run", nargs="+", type=str)
     data_args_path: str | None = flag(None, "file that holds what --data-path would be given", type=str)
+    data_schedule: str | None = flag(None, "file whose lines are a sample number and what --data-path would be given from there, "
+        "for training (curriculum)", type=str)  # fmt: skip
+    data_order: str = flag("keyed", "order of samples: keyed (nothing to build, the same for runs of any length) or megatron, to "
+        "continue a run of Megatron's", choices=("keyed", "megatron"))  # fmt: skip
+    data_cache_path: str | None = flag(None, "folder for the index of --data-order megatron (default: PREFIX_cache)", type=str)
     split: str = flag("969,30,1", "shares of the documents for training, validation, test", type=str)
     mock_data: bool = flag(False, "made-up tokens instead of --data-path")
     tokenizer_type: str | None = flag(None, "tokenizer", type=str,
-        choices=("HuggingFaceTokenizer", "SentencePieceTokenizer", "ByteTokenizer", "NullTokenizer"))  # fmt: skip
+        choices=("HuggingFaceTokenizer", "SentencePieceTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer",
+                 "NullTokenizer"))  # fmt: skip
     tokenizer_model: str | None = flag(None, "folder or file of the tokenizer", type=str)
+    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", type=str)
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", type=str)
+    tiktoken_pattern: str | None = flag(None, "how TikTokenizer cuts text into words (default: v2 for Megatron's JSON, by number "
+        "of ranks for a .tiktoken file)", type=str, choices=("v1", "v2"))  # fmt: skip
+    tiktoken_num_special_tokens: int | None = flag(None, "ids before those of Megatron's JSON for TikTokenizer (default: 1000)",
+        type=int)  # fmt: skip
     vocab_size: int | None = flag(None, "true vocabulary (default: the tokenizer's)", type=int)
     eod_mask_loss: bool = flag(False, "no loss where the input token is the end of a document")
     num_workers: int = flag(2, "steps the loader reads ahead in the background; 0 reads in line")

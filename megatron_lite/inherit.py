@@ -7,7 +7,7 @@ from megatron_lite.errors import ReportedError
 from megatron_lite.rules import Problem, flag_name
 
 # Taken where not given; a run may have its own.
-OPEN = ("seq_length", "tokenizer_model")
+OPEN = ("seq_length", "tokenizer_model", "vocab_file", "merge_file")
 
 
 def inherit(given: Mapping[str, Any], preset: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

@@ -13,7 +13,8 @@ from megatron_lite.schedules import ASYNCHRONOUS
 
 BYTE_VOCABULARY = 257  # ByteTokenizer: 256 bytes and the end of document
 FARTHEST = 100_000  # how far a suggestion is looked for
-FROM_FILES = ("HuggingFaceTokenizer", "SentencePieceTokenizer")
+FROM_MODEL = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")  # read what --tokenizer-model names
+OWN_VOCABULARY = (*FROM_MODEL, "GPT2BPETokenizer", "ByteTokenizer")
 
 AT_LEAST_ONE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
@@ -24,7 +25,7 @@ AT_LEAST_ONE = (
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
     "log_interval pipeline_drain_interval trace_start trace_steps loss_scale_window hysteresis max_consecutive_skips "
-    "fp8_amax_history_len save_weights_only_interval save_retain grad_compression_rank"
+    "fp8_amax_history_len save_weights_only_interval save_retain grad_compression_rank tiktoken_num_special_tokens"
 ).split()
 AT_LEAST_ZERO = (
     "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed "
@@ -43,7 +44,8 @@ SHARES = (
 UNEVEN = "one makes all stages equal, the other does not (--num-virtual-stages-per-pipeline-rank goes with it)"
 CONSTANT = "the scale is constant or dynamic"
 
-DATA_PATHS = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "dataset_name")
+DATA_PATHS = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "data_schedule",
+              "dataset_name")  # fmt: skip
 ONE_OR_EACH = "data is cut by --split, or named for training, validation and test"
 FIXED = "one says how the layers are cut, the other leaves it to be found out"
 GROWING = "the length of an iteration in samples changes while the batch grows; give it in samples"
@@ -76,6 +78,8 @@ CONFLICTS = (
     ("data_args_path", "train_data_path", ONE_OR_EACH),
     ("data_args_path", "valid_data_path", ONE_OR_EACH),
     ("data_args_path", "test_data_path", ONE_OR_EACH),
+    *(("data_schedule", name, "both name the training data") for name in ("data_path", "data_args_path", "train_data_path")),
+    ("data_schedule", "data_order", "Megatron's order knows no blend that changes"),
     ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "both stretch the positions"),
     ("pipeline_schedule", "pipeline_schedule_file", "both say what each pipeline rank runs"),
     ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "both set the chunks of a pipeline rank"),
@@ -162,9 +166,16 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("split", lambda s: s.train_data_path is not None, "--train-data-path is read whole"),
     ("split", lambda s: s.dataset_name is not None, "--dataset-split names the part of --dataset-name that is read"),
     ("dataset_config dataset_split dataset_text_key", lambda s: s.dataset_name is None, "needs --dataset-name"),
+    ("split", lambda s: s.data_schedule is not None, "what --data-schedule names is read whole"),
+    ("data_order", lambda s: s.mock_data, "made-up tokens have one order"),
+    ("data_order", lambda s: s.dataset_name is not None, "--dataset-name is read in its own order"),
+    ("data_cache_path", lambda s: s.data_order != "megatron", "needs --data-order megatron; the keyed order has no index"),
     ("valid_data_path", lambda s: s.eval_interval is None, "needs --eval-interval"),
-    ("tokenizer_model", lambda s: s.tokenizer_type not in FROM_FILES,
-     f"needs --tokenizer-type {' or '.join(FROM_FILES)}"),
+    ("tokenizer_model", lambda s: s.tokenizer_type not in FROM_MODEL,
+     f"needs --tokenizer-type {' or '.join(FROM_MODEL)}"),
+    ("vocab_file merge_file", lambda s: s.tokenizer_type != "GPT2BPETokenizer", "needs --tokenizer-type GPT2BPETokenizer"),
+    ("tiktoken_pattern tiktoken_num_special_tokens", lambda s: s.tokenizer_type != "TikTokenizer",
+     "needs --tokenizer-type TikTokenizer"),
     ("save_interval save_interval_minutes save_weights_only_interval save_retain async_save no_save_optim",
      lambda s: s.save is None, "needs --save"),
     ("no_load_optim finetune load_iteration no_verify_checkpoint use_checkpoint_args", lambda s: s.load is None, "needs --load"),
@@ -241,12 +252,15 @@ def missing(s: Values) -> Iterator[Problem]:
             "is missing, --group-query-attention needs it",
             "give a divisor of --num-attention-heads",
         )
-    if s.vocab_size is None and s.tokenizer_type not in (*FROM_FILES, "ByteTokenizer"):
+    if s.vocab_size is None and s.tokenizer_type not in OWN_VOCABULARY:
         yield about(
             s, "vocab_size", "is missing", "give it, or a --tokenizer-type that knows its own (not NullTokenizer)"
         )
-    if s.tokenizer_type in FROM_FILES and s.tokenizer_model is None:
+    if s.tokenizer_type in FROM_MODEL and s.tokenizer_model is None:
         yield about(s, "tokenizer_type", "reads files, none is named", "add --tokenizer-model")
+    for name in ("vocab_file", "merge_file"):
+        if s.tokenizer_type == "GPT2BPETokenizer" and getattr(s, name) is None:
+            yield about(s, f"tokenizer_type {name}", "the second is missing", "name the file")
     for name, values in (("recompute_method", "uniform or block"), ("recompute_num_layers", "1 for the least memory")):
         if s.recompute_granularity == "full" and getattr(s, name) is None:
             yield about(s, f"recompute_granularity {name}", "the second is missing", f"give it, for example {values}")
@@ -262,8 +276,8 @@ def missing(s: Values) -> Iterator[Problem]:
         yield about(s, "train_iters", "is missing", "give --train-iters or --train-samples")
     if s.dataset_name is not None and s.tokenizer_type is None:
         yield about(s, "dataset_name", "is text, and nothing says how it becomes tokens", "add --tokenizer-type")
-    if s.valid_data_path or s.test_data_path or s.train_data_path or s.dataset_name:
-        if s.train_data_path is None and not (s.data_path or s.data_args_path or s.dataset_name):
+    if s.valid_data_path or s.test_data_path or s.train_data_path or s.data_schedule or s.dataset_name:
+        if s.train_data_path is None and not (s.data_path or s.data_args_path or s.data_schedule or s.dataset_name):
             yield about(s, "train_data_path", "is missing", "name the training data beside that for validation and test")
         if s.valid_data_path is None and s.eval_interval is not None:
             yield about(s, "valid_data_path", "is missing", "name the validation data, or drop --eval-interval")

@@ -19,6 +19,7 @@ from megatron_lite import batch_rules
 from megatron_lite.config import GROUPS, Config, ParallelConfig
 from megatron_lite.data.blend import read_blend
 from megatron_lite.data.indexed import DataError
+from megatron_lite.data.phases import read_phases
 from megatron_lite.data.samples import parse_split
 from megatron_lite.data.sets import read_sets
 from megatron_lite.planner.automatic import allowed_chunks, plainest_pipeline
@@ -367,7 +368,12 @@ def _data(s: Values) -> Iterator[Problem]:
                     yield about(s, "valid_data_path full_validation", text, "drop the weights, or --full-validation")
         except DataError as error:
             yield about(s, name, str(error))
-    if s.split is None or s.mock_data or s.train_data_path or s.dataset_name:
+    if s.data_schedule is not None:
+        try:
+            read_phases(s.data_schedule)
+        except DataError as error:
+            yield about(s, "data_schedule", str(error))
+    if s.split is None or s.mock_data or s.train_data_path or s.data_schedule or s.dataset_name:
         return
     try:
         training, validation, _ = parse_split(s.split)

@@ -17,12 +17,15 @@ if not __package__:  # run as a script: the repository root takes the place of t
 
 import numpy as np
 
-from megatron_lite.data.blend import BlendedSamples, read_blend
+from megatron_lite.data.blend import read_blend
 from megatron_lite.data.indexed import CHUNK, DataError, IndexedDataset
-from megatron_lite.data.loader import StepReader
+from megatron_lite.data.loader import Samples, StepReader
+from megatron_lite.data.megatron_order import megatron_samples
+from megatron_lite.data.phases import PhasedSamples, read_phases
 from megatron_lite.rampup import BatchSizes, is_ramp
-from megatron_lite.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerError, build_tokenizer
-from megatron_lite.training.data import open_samples
+from megatron_lite.tokenizers import Tokenizer, TokenizerError, build_tokenizer
+from megatron_lite.training.data import open_samples, window_opener
+from tools.tokenizer_flags import add_tokenizer_flags, tokenizer_values
 
 BAR = 50  # characters of the longest bar
 
@@ -78,16 +81,27 @@ def shown(ids: np.ndarray, tokenizer: Tokenizer | None) -> str:
     return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode([int(token) for token in ids])
 
 
+def opened(arguments: argparse.Namespace) -> Samples:
+    """The training samples of the run that the flags describe."""
+    length, seed = arguments.seq_length, arguments.seed
+    if arguments.data_schedule:
+        return PhasedSamples(read_phases(arguments.data_schedule), window_opener(length, seed, "train", None))
+    if arguments.data_order == "megatron":
+        needed, cut = arguments.train_iters * arguments.global_batch_size, (arguments.split, 0)
+        return megatron_samples(arguments.data_path, length, seed, needed, cut, arguments.data_cache_path)
+    return open_samples(arguments.data_path, length, seed, "train", arguments.split)
+
+
 def samples_of(arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> str:
     """The samples that one data-parallel rank reads in one iteration, as the loader would."""
-    samples = open_samples(arguments.data_path, arguments.seq_length, arguments.seed, "train", arguments.split)
+    samples = opened(arguments)
     sizes = BatchSizes(arguments.global_batch_size, tuple(arguments.rampup_batch_size) if arguments.rampup_batch_size else None)
     reader = StepReader(samples, arguments.micro_batch_size, sizes, arguments.rank, arguments.dp, np.iinfo(np.int64).max, None)
     consumed, lines = sizes.samples(arguments.iteration - 1), []
     for microbatch in range(reader.num_microbatches(consumed)):
         for number in reader.sample_numbers(consumed, microbatch):
             source = ""
-            if isinstance(samples, BlendedSamples):
+            if hasattr(samples, "where"):
                 which, inside = samples.where(number)
                 source = f" = sample {inside} of {samples.sources[which].dataset.prefix}"
             lines.append(f"microbatch {microbatch} sample {number}{source}: {shown(samples[number], tokenizer)}")
@@ -98,11 +112,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(prog="inspect_data", description="What is in a .bin/.idx pair", allow_abbrev=False)
     add = result.add_argument
-    add("data_path", nargs="+", metavar="PREFIX", help="a prefix; with --iteration whatever --data-path takes")
+    add("data_path", nargs="*", metavar="PREFIX", help="a prefix; with --iteration whatever --data-path takes")
     add("--document", type=int, nargs="+", metavar="N", help="show these documents, counted from 0")
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="show text, not ids")
-    add("--tokenizer-model", help="folder or file of the tokenizer")
-    add("--vocab-size", type=int, help="number of ordinary ids, for NullTokenizer only")
+    add_tokenizer_flags(result, required=False)
     add("--plot", metavar="FILE.png", help="the histogram of lengths as a picture")
     add("--iteration", type=int, help="show the training samples of this iteration, counted from 1")
     add("--rank", type=int, default=0, help="data-parallel rank whose samples are shown (default 0)")
@@ -113,19 +125,31 @@ def parser() -> argparse.ArgumentParser:
     add("--seq-length", type=int, help="of the run, for --iteration")
     add("--seed", type=int, default=1234, help="of the run (default 1234)")
     add("--split", default="969,30,1", help="of the run (default 969,30,1)")
+    add("--data-schedule", metavar="FILE", help="of the run, instead of a prefix")
+    add("--data-order", choices=("keyed", "megatron"), default="keyed", help="of the run (default keyed)")
+    add("--train-iters", type=int, help="of the run, which decides Megatron's order")
+    add("--data-cache-path", metavar="FOLDER", help="of the run, for --data-order megatron")
     return result
 
 
 def problems(arguments: argparse.Namespace) -> list[str]:
     """Everything wrong with the flags."""
     found = []
+    if bool(arguments.data_path) == bool(arguments.data_schedule):
+        found.append("name a prefix, or with --iteration a --data-schedule; one of them")
     if arguments.iteration is None:
+        if arguments.data_schedule or arguments.data_order != "keyed":
+            found.append("--data-schedule, --data-order: no effect without --iteration, leave them out")
         if len(arguments.data_path) > 1:
             found.append(f"{' '.join(arguments.data_path)}: one prefix at a time, except with --iteration")
         return found
     if arguments.seq_length is None:
         found.append("--iteration: needs the run's --seq-length")
-    for name in ("iteration", "dp", "micro_batch_size", "global_batch_size", "seq_length"):
+    if (arguments.data_order == "megatron") != (arguments.train_iters is not None):
+        found.append("--data-order megatron and --train-iters: neither says anything without the other")
+    if arguments.data_schedule and arguments.data_order == "megatron":
+        found.append("--data-schedule --data-order megatron: Megatron's order knows no blend that changes")
+    for name in ("train_iters", "iteration", "dp", "micro_batch_size", "global_batch_size", "seq_length"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             found.append(f"--{name.replace('_', '-')} {value}: expected 1 or more")
@@ -148,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         tokenizer = None
         if arguments.tokenizer_type:
-            tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model, arguments.vocab_size)
+            tokenizer = build_tokenizer(**dict(tokenizer_values(arguments)))
         if arguments.iteration is not None:
             print(samples_of(arguments, tokenizer))
             return 0

@@ -3,7 +3,7 @@
     python tools/merge_datasets.py --input data/part0_text_document data/part1_text_document --output-prefix data/all
 
 Nothing is held in memory but the index (12 bytes per document), and nothing appears under the output prefix unless
-everything went well. Parts need one dtype, which stands for one vocabulary.
+everything went well. Parts need one tokenizer, and so one dtype.
 """
 
 import argparse
@@ -15,6 +15,7 @@ if not __package__:  # run as a script: the repository root takes the place of t
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from megatron_lite.data.indexed import DataError, IndexedDataset, IndexedWriter
+from megatron_lite.tokenizers.fingerprint import keep, kept, same
 
 
 def merge(prefixes: list[str], output: str) -> IndexedDataset:
@@ -26,9 +27,15 @@ def merge(prefixes: list[str], output: str) -> IndexedDataset:
                             "made with vocabularies of other sizes")  # fmt: skip
         if os.path.realpath(part.prefix) == os.path.realpath(output):
             raise DataError(f"--output-prefix {output}: is one of the inputs, and would be lost if this were cut short")
+    made = [(part.prefix, tokenizer) for part in parts if (tokenizer := kept(part.prefix)) is not None]
+    for prefix, tokenizer in made:
+        if not same(tokenizer, made[0][1]):
+            raise DataError(f"{prefix}: made with tokenizer {tokenizer}, but {made[0][0]} with {made[0][1]}")
     with IndexedWriter(output, parts[0].dtype) as writer:
         for part in parts:
             writer.extend(part)
+    if made:
+        keep(output, made[0][1])
     return IndexedDataset(output)
 
 

@@ -1,60 +1,77 @@
-"""JSON lines, Parquet or plain text -> Megatron's .bin/.idx.
+"""JSON lines, Parquet, plain text or a Hugging Face data set -> Megatron's .bin/.idx.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/to/folder
 
-Writes {output-prefix}_{key}_document.bin and .idx for each JSON key, the name to give to --data-path. Documents keep
-their order whatever the number of workers. The reader hands out chunks of raw documents, workers turn them into token
-arrays, and the writer appends: only a few chunks are in memory at any time.
+Writes {output-prefix}_{key}_document.bin and .idx for each JSON key, the name to give to --data-path, and .tokenizer, which
+training compares with its own. Documents keep their order whatever the number of workers. The reader hands out pieces of raw
+documents, workers turn them into token arrays, and the writer appends: only a few pieces are in memory at any time. How far it
+has come is written down every few seconds in {output-prefix}.progress.json: killed, the same command goes on from there, to the
+same bytes.
 """
 
 import argparse
 import functools
-import itertools
 import json
 import os
+import platform
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from multiprocessing import get_context
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a script: the repository root takes the place of this folder, so no install is needed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import numpy as np
+from megatron_lite.data.indexed import DataError, IndexedWriter, Mark, best_dtype, publish
+from megatron_lite.tokenizers import Tokenizer, TokenizerError, build_tokenizer
+from megatron_lite.tokenizers.fingerprint import fingerprint, keep
+from tools.encode_texts import BadDocument, Encoded, Job, Piece, encode_piece, run_ordered
+from tools.text_inputs import LIBRARY, Document, Position, Selection, has_keys, is_dataset, read_documents, stored_bytes, there
+from tools.tokenizer_flags import add_tokenizer_flags, tokenizer_values
 
-from megatron_lite.data.indexed import DataError, IndexedWriter, best_dtype
-from megatron_lite.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerError, build_tokenizer
-from tools.text_inputs import COMPRESSED, LIBRARY, PARQUET, Document, has_keys, read_documents
-
-CHUNK_BYTES = 1 << 19  # text handed to a worker at once: enough to hide the hand-over, little enough to bound memory
+PIECE_BYTES = 1 << 19  # text handed to a worker at once: enough to hide the hand-over, little enough to bound memory
+SAVE_SECONDS = 2.0  # between two records of the progress: at most so much is done again after a kill
+EXAMPLES = 5  # refused documents that are shown
 
 
 @dataclass(frozen=True)
-class Job:
-    """What every worker needs to know."""
+class Work:
+    """What is to be written from what. `part` (i, n): only documents i, i + n, i + 2n, ... of the inputs."""
 
-    tokenizer_type: str
-    tokenizer_model: str | None
-    vocab_size: int | None
-    keys: tuple[str, ...]
-    append_eod: bool
-    skip_bad: bool
+    inputs: list[str]
+    prefix: str
+    tokenizer: Tokenizer
+    fingerprint: str  # of the tokenizer
+    job: Job
+    max_bytes: int | None = None
+    part: tuple[int, int] = (0, 1)
+    selection: Selection = Selection()
 
+    def output(self, key: str) -> str:
+        """The prefix of a key's files."""
+        return f"{self.prefix}_{key}_document"
 
-@dataclass
-class Encoded:
-    """Token arrays of one chunk of documents, per key."""
+    @property
+    def record(self) -> str:
+        """The file that says how far it has come."""
+        return f"{self.prefix}.progress.json"
 
-    tokens: dict[str, np.ndarray]  # [sum of lengths]
-    lengths: dict[str, np.ndarray]  # [documents]
-    empty: dict[str, int]
-    refused: list[str]  # what was wrong with each document that was skipped
-    raw_bytes: int
+    @functools.cached_property
+    def description(self) -> dict[str, Any]:
+        """What decides the bytes that are written: work may only be gone on with where all of it is as it was."""
+        files = [os.stat(name) if os.path.isfile(name) else None for name in self.inputs]
+        return {
+            "--input": [[name, stat and [stat.st_size, stat.st_mtime_ns]] for name, stat in zip(self.inputs, files, strict=True)],
+            "--json-keys": list(self.job.keys), "--append-eod": self.job.append_eod, "--max-bytes": self.max_bytes,
+            "--parse-special-tokens": self.job.special, "--partition": list(self.part),
+            "--dataset-split and --dataset-config": list(asdict(self.selection).values()),
+            "the tokenizer": self.fingerprint,
+            "the version of Python": platform.python_version() if LIBRARY in self.inputs else None,
+        }  # fmt: skip
 
 
 @dataclass
@@ -67,167 +84,174 @@ class Totals:
     refused: int = 0
     first_refused: list[str] = field(default_factory=list)
 
+    def add(self, encoded: Encoded) -> None:
+        """Count one piece."""
+        for key, lengths in encoded.lengths.items():
+            self.documents[key] += len(lengths)
+            self.tokens[key] += int(lengths.sum())
+            self.empty[key] += encoded.empty[key]
+        self.refused += len(encoded.refused)
+        self.first_refused = (self.first_refused + encoded.refused)[:EXAMPLES]
 
-class BadDocument(ValueError):
-    """One document that cannot be used; the message begins with file:line."""
+
+@dataclass
+class Progress:
+    """How far the work has come; `sealed`: only the names are missing."""
+
+    position: Position
+    totals: Totals
+    marks: dict[str, Mark] = field(default_factory=dict)  # by key; empty at the beginning
+    sealed: bool = False
+
+    def save(self, work: Work) -> None:
+        """Write it down, all or nothing."""
+        with open(work.record + ".tmp", "w", encoding="utf-8") as file:
+            json.dump({"work": work.description, "progress": asdict(self)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(work.record + ".tmp", work.record)
 
 
-def chunks(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Groups of documents of about CHUNK_BYTES."""
+def progress_of(work: Work) -> tuple[Progress, str]:
+    """(where to go on, a line about it): from the beginning unless the same work was begun before."""
+    fresh = Progress(Position(), Totals(*(dict.fromkeys(work.job.keys, 0) for _ in range(3))))
+    try:
+        with open(work.record, encoding="utf-8") as file:
+            saved = json.load(file)
+        was, now, progress = saved["work"], work.description, saved["progress"]
+        marks = {key: Mark(*mark) for key, mark in progress["marks"].items()}
+        begun = Progress(Position(**progress["position"]), Totals(**progress["totals"]), marks, progress["sealed"])
+    except FileNotFoundError:
+        return fresh, ""
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return fresh, f"{work.record} cannot be read ({error}): starting over"
+    changed = [name for name in now if was.get(name) != now[name]]
+    if changed:
+        return fresh, f"{', '.join(changed)} changed since an unfinished run: starting over"
+    return begun, f"going on after {begun.position.documents:,} documents of an unfinished run"
+
+
+def pieces(documents: Iterator[Document], position: Position, part: tuple[int, int]) -> Iterator[Piece]:
+    """This part's documents in groups of about PIECE_BYTES."""
     group, size = [], 0
     for document in documents:
+        if (position.documents - 1) % part[1] != part[0]:
+            continue
         group.append(document)
         size += len(document.raw) + 64
-        if size >= CHUNK_BYTES:
-            yield group
+        if size >= PIECE_BYTES:
+            yield Piece(replace(position), group)
             group, size = [], 0
     if group:
-        yield group
+        yield Piece(replace(position), group)
 
 
-def texts_of(document: Document, keys: tuple[str, ...]) -> list[str]:
-    """The text under each key. Raises BadDocument for anything but text there."""
-    try:
-        text = document.raw.decode()
-    except UnicodeDecodeError as error:
-        raise BadDocument(f"{document.where}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    if not document.is_json:
-        return [text]
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadDocument(f"{document.where}: malformed JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise BadDocument(f"{document.where}: a JSON {type(row).__name__}, expected an object with {', '.join(keys)}")
-    for key in keys:
-        if key not in row:
-            raise BadDocument(f"{document.where}: has no key {key!r} (--json-keys), only {', '.join(map(repr, row))}")
-        if not isinstance(row[key], str):
-            raise BadDocument(f"{document.where}: key {key!r} holds {type(row[key]).__name__}, expected text")
-        try:
-            row[key].encode()
-        except UnicodeEncodeError:  # JSON can escape one
-            raise BadDocument(f"{document.where}: key {key!r} holds half a surrogate pair, which is no text") from None
-    return [row[key] for key in keys]
+def preprocess(work: Work, workers: int) -> Totals:
+    """Write the data sets of all keys; nothing appears under their names unless everything went well.
 
-
-def ids_of(document: Document, job: Job, tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of each key's text, end of document not yet appended."""
-    try:
-        ids = [tokenizer.encode(text) for text in texts_of(document, job.keys)]
-    except TokenizerError as error:
-        raise BadDocument(f"{document.where}: {error}") from None
-    if job.append_eod and any(tokenizer.eod in part for part in ids):
-        raise BadDocument(f"{document.where}: this text gives the end-of-document id {tokenizer.eod} itself")
-    return ids
-
-
-@functools.cache
-def tokenizer_of(job: Job) -> Tokenizer:
-    """A process builds its tokenizer once, not once per chunk."""
-    return build_tokenizer(job.tokenizer_type, job.tokenizer_model, job.vocab_size)
-
-
-def encode_chunk(job: Job, documents: list[Document]) -> Encoded:
-    """Tokenise a chunk; runs in a worker."""
-    tokenizer = tokenizer_of(job)
-    dtype = best_dtype(tokenizer.vocab_size)
-    pieces = {key: [] for key in job.keys}
-    empty, refused = dict.fromkeys(job.keys, 0), []
-    for document in documents:
-        try:
-            ids_by_key = ids_of(document, job, tokenizer)
-        except BadDocument as error:
-            if not job.skip_bad:
-                raise
-            refused.append(str(error))
-            continue
-        for key, ids in zip(job.keys, ids_by_key, strict=True):
-            if not ids:
-                empty[key] += 1
-                continue
-            if job.append_eod:
-                ids.append(tokenizer.eod)
-            pieces[key].append(np.array(ids, dtype))
-    tokens = {key: np.concatenate([np.empty(0, dtype), *parts]) for key, parts in pieces.items()}
-    lengths = {key: np.array([len(part) for part in parts], np.int64) for key, parts in pieces.items()}
-    return Encoded(tokens, lengths, empty, refused, sum(len(document.raw) for document in documents))
-
-
-def run_ordered(task: Callable, items: Iterator, workers: int) -> Iterator:
-    """`map(task, items)` by worker processes, in order, with at most a few items per worker in flight."""
-    if workers == 0:
-        yield from map(task, items)
-        return
-    # spawn: the same on every system, and safe beside the threads of a tokenizer library
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        running = deque()
-        try:
-            for item in items:
-                running.append(pool.submit(task, item))
-                if len(running) > 3 * workers:
-                    yield running.popleft().result()
-            while running:
-                yield running.popleft().result()
-        finally:
-            for future in running:
-                future.cancel()
-
-
-def preprocess(inputs: list[str], prefix: str, job: Job, workers: int, max_bytes: int | None,
-               part: tuple[int, int] = (0, 1)) -> Totals:  # fmt: skip
-    """Write the data sets of all keys; nothing appears under the prefix unless everything went well.
-
-    `part` (i, n): only documents i, i + n, i + 2n, ... of the input, for machines that share the work.
+    An error removes what was written, unless the work is long enough for its progress to be on record.
     """
-    from tqdm import tqdm
-
-    totals = Totals(*(dict.fromkeys(job.keys, 0) for _ in range(3)))
-    dtype = best_dtype(tokenizer_of(job).vocab_size)
-    unknown = LIBRARY in inputs or any(name.lower().endswith((*COMPRESSED, PARQUET)) for name in inputs)
-    size = None if unknown else sum(os.path.getsize(name) for name in inputs)
-    size = max_bytes if size is None else min(size, max_bytes or size)
-    documents = itertools.islice(read_documents(inputs, job.keys, max_bytes), part[0], None, part[1])
-    writers = {}
+    progress, note = progress_of(work)
+    if note:
+        print(note, file=sys.stderr)
+    dtype = best_dtype(work.tokenizer.vocab_size)
+    writers: dict[str, IndexedWriter] = {}
     try:
-        for key in job.keys:
-            writers[key] = IndexedWriter(f"{prefix}_{key}_document", dtype)
-        results = run_ordered(functools.partial(encode_chunk, job), chunks(documents), workers)
-        with tqdm(total=size, unit="B", unit_scale=True, disable=None, desc="preprocess") as bar:
-            for encoded in results:
-                for key, writer in writers.items():
-                    writer.add_documents(encoded.tokens[key], encoded.lengths[key])
-                add_to(totals, encoded)
-                bar.update(encoded.raw_bytes)
-        for key, documents in totals.documents.items():
-            if documents == 0:
-                raise DataError(f"--input {' '.join(inputs)}: no document with text under {key!r}, nothing written")
-        for writer in writers.values():
-            writer.finalize()
+        if not progress.sealed:
+            for key in work.job.keys:
+                writers[key] = IndexedWriter(work.output(key), dtype, progress.marks.get(key))
+            if not progress.marks:
+                _remove(work.record)  # of other work; what it was about is overwritten from here on
+            convert(work, progress, writers, workers)
+            for writer in writers.values():
+                writer.seal()
+            progress.sealed = True
+            progress.save(work)
     except BaseException:
         for writer in writers.values():
-            writer.abort()
+            if os.path.exists(work.record):
+                writer.suspend()
+            else:
+                writer.abort()
         raise
-    return totals
+    for key in work.job.keys:
+        keep(work.output(key), work.fingerprint)
+        publish(work.output(key))
+    for writer in writers.values():
+        writer.suspend()
+    _remove(work.record)
+    return progress.totals
 
 
-def add_to(totals: Totals, encoded: Encoded) -> None:
-    """Count one chunk."""
-    for key, lengths in encoded.lengths.items():
-        totals.documents[key] += len(lengths)
-        totals.tokens[key] += int(lengths.sum())
-        totals.empty[key] += encoded.empty[key]
-    totals.refused += len(encoded.refused)
-    totals.first_refused = (totals.first_refused + encoded.refused)[:5]
+def convert(work: Work, progress: Progress, writers: dict[str, IndexedWriter], workers: int) -> None:
+    """Read, tokenise and append, from where `progress` is to the end."""
+    position = replace(progress.position)
+    documents = read_documents(work.inputs, work.job.keys, work.max_bytes, position, work.selection)
+    task = functools.partial(encode_piece, work.tokenizer, work.job)
+    results = run_ordered(task, pieces(documents, position, work.part), workers)
+    saved = time.monotonic()
+    with Bar(work, progress.position) as bar:
+        for encoded in results:
+            for key, writer in writers.items():
+                writer.add_documents(encoded.tokens[key], encoded.lengths[key])
+            progress.totals.add(encoded)
+            progress.position = encoded.position
+            bar.show(encoded)
+            if time.monotonic() - saved >= SAVE_SECONDS:
+                progress.marks = {key: writer.mark() for key, writer in writers.items()}
+                progress.save(work)
+                saved = time.monotonic()
+    for key, count in progress.totals.documents.items():
+        if count == 0:
+            raise DataError(f"--input {' '.join(work.inputs)}: no document with text under {key!r}, nothing written")
 
 
-def report(totals: Totals, prefix: str) -> None:
+class Bar:
+    """Share of the inputs, time left, documents/s and MB/s of text; nothing where there is no terminal."""
+
+    def __init__(self, work: Work, position: Position):
+        from tqdm import tqdm
+
+        self.sizes = [os.path.getsize(name) if os.path.isfile(name) else 0 for name in work.inputs]
+        self.whole, self.max_bytes = stored_bytes(work.inputs), work.max_bytes
+        self.documents, self.raw_bytes, self.started = 0, 0, time.monotonic()
+        known = self.whole or self.max_bytes
+        form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}" if known else "{desc}: {elapsed}{postfix}"
+        self.bar = tqdm(total=1.0, initial=self.share(position), disable=None, desc="preprocess", bar_format=form)
+
+    def share(self, position: Position) -> float:
+        """Of the work that is done at a position: of the bytes on disk, or of --max-bytes, whichever ends first."""
+        stored = (sum(self.sizes[: position.source]) + position.stored) / self.whole if self.whole else 0.0
+        return min(1.0, max(stored, position.text / self.max_bytes if self.max_bytes else 0.0))
+
+    def show(self, encoded: Encoded) -> None:
+        """Count one piece."""
+        self.documents += encoded.documents
+        self.raw_bytes += encoded.raw_bytes
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        speed = f"{self.documents / seconds:,.0f} documents/s, {self.raw_bytes / seconds / 1e6:.1f} MB/s"
+        self.bar.set_postfix_str(speed, refresh=False)
+        self.bar.update(self.share(encoded.position) - self.bar.n)
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.bar.close()
+
+
+def _remove(path: str) -> None:
+    if os.path.exists(path):
+        os.remove(path)
+
+
+def report(totals: Totals, work: Work) -> None:
     """The summary: what was written on stdout, examples of what was refused on stderr."""
     for message in totals.first_refused:
         print(f"skipped: {message}", file=sys.stderr)
     for key, documents in totals.documents.items():
         print(
-            f"{prefix}_{key}_document: {documents} documents, {totals.tokens[key]} tokens, "
+            f"{work.output(key)}: {documents} documents, {totals.tokens[key]} tokens, "
             f"{totals.empty[key]} empty dropped, {totals.refused} lines refused"
         )
 
@@ -235,7 +259,9 @@ def report(totals: Totals, prefix: str) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
-        prog="preprocess_data", description="JSON lines, Parquet or plain text -> Megatron's .bin/.idx", allow_abbrev=False
+        prog="preprocess_data",
+        description="JSON lines, Parquet, plain text, data sets -> Megatron's .bin/.idx",
+        allow_abbrev=False,
     )
     add = result.add_argument
     add(
@@ -244,16 +270,18 @@ def parser() -> argparse.ArgumentParser:
         required=True,
         metavar="FILE",
         help="*.jsonl, *.ndjson or *.json: one JSON object per line; *.parquet: one document per row; any other file: one "
-        "document of plain UTF-8 text; each but Parquet also as *.gz or *.zst; "
-        f"{LIBRARY}: the sources of Python's standard library and its language reference, which need no download",
+        "document of plain UTF-8 text; each but Parquet also as *.gz or *.zst; a folder, or hub:NAME in the Hugging Face Hub: "
+        f"what datasets.load_dataset makes of it; {LIBRARY}: the sources of Python's standard library and its language "
+        "reference, which need no download",
     )
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read; each gets its own output")
+    add("--dataset-split", default=None, metavar="NAME", help="split of a folder or hub:NAME (default: train)")
+    add("--dataset-config", default=None, metavar="NAME", help="configuration of a folder or hub:NAME")
     add("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     add("--append-eod", action="store_true", help="end each document with the tokenizer's end-of-document id")
+    add("--parse-special-tokens", action="store_true", help="text that spells a special token becomes it (default: stays text)")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0 works in this one (default: all cores)")
-    add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
-    add("--tokenizer-model", help="a Hugging Face folder or a sentencepiece .model file")
-    add("--vocab-size", type=int, help="number of ordinary ids, for NullTokenizer only")
+    add_tokenizer_flags(result, required=True)
     add("--skip-bad-lines", action="store_true", help="count lines that cannot be used, do not stop at the first")
     add("--partitions", type=int, default=1, metavar="N", help="cut the documents into N parts, for as many machines")
     add("--partition", type=int, metavar="I", help="the part to do here, 0 to N - 1; writes PREFIX_I_KEY_document, to be joined "
@@ -264,14 +292,17 @@ def parser() -> argparse.ArgumentParser:
 
 def problems(arguments: argparse.Namespace) -> list[str]:
     """Everything wrong with the flags, each with what would work."""
-    files = [name for name in arguments.input if name != LIBRARY]
-    found = [f"--input {name}: no such file" for name in files if not os.path.isfile(name)]
+    found = [f"--input {name}: no such file or folder (hub:{name} would be in the Hub)" if name.count("/") == 1
+             else f"--input {name}: no such file" for name in arguments.input if not there(name)]  # fmt: skip
     keys = " ".join(arguments.json_keys)
     plain = [name for name in arguments.input if not has_keys(name)]
     if plain and len(arguments.json_keys) > 1:
         found.append(f"--json-keys {keys}: the plain text {plain[0]} has one field, give one key")
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
         found.append(f"--json-keys {keys}: a key is given twice")
+    for flag in ("dataset_split", "dataset_config"):
+        if (value := getattr(arguments, flag)) is not None and not any(map(is_dataset, arguments.input)):
+            found.append(f"--{flag.replace('_', '-')} {value}: no effect without a folder or hub:NAME as --input, leave it out")
     if arguments.workers < 0:
         found.append(f"--workers {arguments.workers}: expected 0 (in this process) or more")
     if arguments.max_bytes is not None and arguments.max_bytes < 1:
@@ -284,9 +315,25 @@ def problems(arguments: argparse.Namespace) -> list[str]:
     elif parts > 1 and (part is None or not 0 <= part < parts):
         given = "" if part is None else f" --partition {part}"
         found.append(f"--partitions {parts}{given}: give --partition 0 to {parts - 1}")
-    if arguments.vocab_size is not None and arguments.tokenizer_type != "NullTokenizer":
+    if arguments.vocab_size is not None and arguments.tokenizer_type not in ("NullTokenizer", "TikTokenizer"):
         found.append(f"--vocab-size {arguments.vocab_size}: no effect with {arguments.tokenizer_type}, leave it out")
     return found
+
+
+def work_of(arguments: argparse.Namespace) -> Work:
+    """The command line as work. Raises TokenizerError for what the tokenizer cannot do."""
+    values = dict(tokenizer_values(arguments))
+    tokenizer = build_tokenizer(**values)
+    job = Job(tuple(arguments.json_keys), arguments.append_eod, arguments.skip_bad_lines,
+              arguments.parse_special_tokens)  # fmt: skip
+    tokenizer.encode_batch([], job.special)  # refused before any work
+    if job.append_eod:
+        _ = tokenizer.eod
+    part = arguments.partition or 0, arguments.partitions
+    prefix = arguments.output_prefix + (f"_{part[0]}" if part[1] > 1 else "")
+    selection = Selection(arguments.dataset_split or "train", arguments.dataset_config)
+    text = fingerprint(**values | {"vocab_size": tokenizer.vocab_size})
+    return Work(arguments.input, prefix, tokenizer, text, job, arguments.max_bytes, part, selection)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -294,22 +341,25 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if found := problems(arguments):
         parser().exit(2, "".join(f"preprocess_data: error: {problem}\n" for problem in found))
-    job = Job(
-        arguments.tokenizer_type, arguments.tokenizer_model, arguments.vocab_size,
-        tuple(arguments.json_keys), arguments.append_eod, arguments.skip_bad_lines,
-    )  # fmt: skip
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are what runs side by side, not threads in each
+    work = None
     try:
-        if job.append_eod:
-            _ = tokenizer_of(job).eod  # a tokenizer without one is refused before any work
-        part = arguments.partition or 0, arguments.partitions
-        prefix = arguments.output_prefix + (f"_{part[0]}" if part[1] > 1 else "")
-        totals = preprocess(arguments.input, prefix, job, arguments.workers, arguments.max_bytes, part)
+        work = work_of(arguments)
+        totals = preprocess(work, arguments.workers)
     except (DataError, TokenizerError, BadDocument, OSError) as error:
-        parser().exit(1, f"preprocess_data: error: {error}\n")
+        parser().exit(1, f"preprocess_data: error: {error}{what_is_kept(work)}\n")
     except BrokenProcessPool:
-        parser().exit(1, "preprocess_data: error: a worker process died, perhaps for lack of memory; try --workers 1\n")
-    report(totals, prefix)
+        text = "a worker process died, perhaps for lack of memory; try --workers 1"
+        parser().exit(1, f"preprocess_data: error: {text}{what_is_kept(work)}\n")
+    except KeyboardInterrupt:
+        parser().exit(130, f"preprocess_data: stopped{what_is_kept(work)}\n")
+    report(totals, work)
     return 0
+
+
+def what_is_kept(work: Work | None) -> str:
+    """What a person should know about work that has ended early."""
+    return "; what was done is kept, the same command goes on with it" if work and os.path.exists(work.record) else ""
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ if not __package__:  # run as a script: the repository root takes the place of t
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from megatron_lite.data.indexed import DataError
-from tools.preprocess_data import BadDocument, texts_of
-from tools.text_inputs import LIBRARY, has_keys, read_documents
+from tools.encode_texts import BadDocument, texts_of
+from tools.text_inputs import LIBRARY, has_keys, read_documents, there
 
 EOD = "<|endoftext|>"
 LEAST = 257  # the bytes and the end of document
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 def problems(arguments: argparse.Namespace) -> list[str]:
     """Everything wrong with the flags, each with what would work."""
-    found = [f"--input {name}: no such file" for name in arguments.input if name != LIBRARY and not os.path.isfile(name)]
+    found = [f"--input {name}: no such file" for name in arguments.input if not there(name)]
     if arguments.vocab_size < LEAST:
         found.append(f"--vocab-size {arguments.vocab_size}: at least {LEAST}, the bytes and the end of document")
     if os.path.exists(arguments.output):

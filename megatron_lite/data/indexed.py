@@ -7,15 +7,14 @@
 The document index says at which sequence each document starts: its first entry is 0, its last is n, so d - 1 documents.
 """
 
-import fcntl
 import os
 import struct
-from array import array
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.errors import ReportedError
+from megatron_lite.data.spool import Spool
+from megatron_lite.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -23,10 +22,6 @@ HEADER = struct.Struct("<9sQBQQ")  # 34 bytes
 DTYPES = {code: np.dtype(name) for code, name in enumerate("u1 i1 <i2 <i4 <i8 <f8 <f4 <u2".split(), start=1)}
 TEMPORARY = ".tmp"  # ending of files being written
 CHUNK = 1 << 20  # entries handled at once, so that checking or writing a huge index needs little memory
-
-
-class DataError(ReportedError, ValueError):
-    """The data cannot be used as asked; the message is one line that names the file or sample and what was expected."""
 
 
 class Index(NamedTuple):
@@ -70,9 +65,7 @@ def read_index(path: str) -> Index:
         raise DataError(f"{path}: unknown dtype code {code}, expected 1 to {max(DTYPES)}")
     expected = HEADER.size + 12 * sequences + 8 * entries
     if size not in (expected, expected + sequences):  # multimodal sets carry one more byte per sequence
-        raise DataError(
-            f"{path}: {size} bytes, but {sequences} sequences and {entries} document entries take {expected} bytes"
-        )
+        raise DataError(f"{path}: {size} bytes, but {sequences} sequences and {entries} document entries take {expected} bytes")
     lengths = np.frombuffer(raw, "<i4", count=sequences, offset=HEADER.size)
     pointers = np.frombuffer(raw, "<i8", count=sequences, offset=HEADER.size + 4 * sequences)
     document_index = np.frombuffer(raw, "<i8", count=entries, offset=HEADER.size + 12 * sequences)
@@ -202,37 +195,60 @@ def sequence_pointers(lengths: np.ndarray, itemsize: int, start: int = 0) -> np.
     return start + np.cumsum(sizes) - sizes
 
 
-def write_index(path: str, dtype, lengths: np.ndarray, document_index: np.ndarray) -> None:
-    """Write and fsync an `.idx` file for sequences that lie one after another. lengths [n], document_index [d]."""
+def write_index(path: str, dtype, lengths, document_index) -> None:
+    """Write and fsync an `.idx` file for sequences that lie one after another. lengths [n], document_index [d].
+
+    Both are arrays, or anything that has a length and gives an array for a slice: no more than CHUNK entries are held.
+    """
     itemsize, start = np.dtype(dtype).itemsize, 0
     with open(path, "wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, dtype_code(dtype), len(lengths), len(document_index)))
-        file.write(np.ascontiguousarray(lengths, "<i4").data)
+        for low in range(0, len(lengths), CHUNK):
+            file.write(np.ascontiguousarray(lengths[low : low + CHUNK], "<i4").data)
         for low in range(0, len(lengths), CHUNK):
             part = lengths[low : low + CHUNK]
             file.write(sequence_pointers(part, itemsize, start).astype("<i8").tobytes())
             start += int(np.sum(part, dtype=np.int64)) * itemsize
-        file.write(np.ascontiguousarray(document_index, "<i8").data)
+        for low in range(0, len(document_index), CHUNK):
+            file.write(np.ascontiguousarray(document_index[low : low + CHUNK], "<i8").data)
         file.flush()
         os.fsync(file.fileno())
+
+
+class Mark(NamedTuple):
+    """How far a writer has come: what a later one keeps of its files, to go on from there."""
+
+    tokens: int
+    sequences: int
+    documents: int
 
 
 class IndexedWriter:
     """Writes `prefix.bin` and `prefix.idx`, all or nothing.
 
-    Tokens go straight to a temporary file; 12 bytes per document stay in memory. `finalize` fsyncs and renames; leaving
-    a `with` block does that too, or removes the temporary files when an exception passes. The old index goes first and
-    the new one comes last, so at no moment does an index lie beside tokens that are not its own. What a killed writer
-    left behind is overwritten by the next; a second writer at the same time is refused (DataError).
+    Tokens, lengths and document ends go straight to temporary files, so memory does not grow with the data. `finalize`
+    fsyncs and renames; leaving a `with` block does that too, or removes the temporary files when an exception passes. The
+    old index goes first and the new one comes last, so at no moment does an index lie beside tokens that are not its own.
+    What a killed writer left behind is overwritten by the next, or kept up to `mark`, one that it had given out. A second
+    writer at the same time is refused (DataError), as are files that are shorter than the mark.
     """
 
-    def __init__(self, prefix: str | os.PathLike, dtype):
+    def __init__(self, prefix: str | os.PathLike, dtype, mark: Mark | None = None):
         self.prefix = os.fspath(prefix)
         self.dtype = DTYPES[dtype_code(dtype)]
-        self._lengths = array("i")
-        self._document_index = array("q", [0])
         os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
-        self._file = _open_alone(self.prefix + ".bin" + TEMPORARY)
+        tokens, sequences, documents = mark or Mark(0, 0, 0)
+        self._tokens = Spool(self.prefix + ".bin" + TEMPORARY, self.dtype)
+        try:
+            self._lengths = Spool(self.prefix + ".lengths" + TEMPORARY, np.dtype("<i4"))
+            self._ends = Spool(self.prefix + ".documents" + TEMPORARY, np.dtype("<i8"))
+            for spool, entries in ((self._tokens, tokens), (self._lengths, sequences), (self._ends, documents + 1)):
+                spool.cut(entries if mark else 0)
+        except BaseException:
+            self.suspend()
+            raise
+        if not mark:
+            self._ends.append(np.zeros(1, "<i8"))
 
     def add_document(self, tokens) -> None:
         """One document of one sequence: integer ids [length]."""
@@ -248,57 +264,63 @@ class IndexedWriter:
             raise DataError(f"{self.prefix}: a document of {lengths.max()} tokens; at most {2**31 - 1} fit in an index")
         self._write(tokens)
         first = len(self._lengths) + 1
-        self._lengths.frombytes(lengths.astype(np.intc).tobytes())
-        self._document_index.frombytes(np.arange(first, first + len(lengths), dtype=np.int64).tobytes())
+        self._lengths.append(lengths)
+        self._ends.append(np.arange(first, first + len(lengths), dtype=np.int64))
 
     def extend(self, dataset: IndexedDataset) -> None:
         """Append all sequences and documents of another data set, a piece at a time."""
         for low in range(0, dataset.num_tokens, CHUNK):
             self._write(dataset.window(low, min(CHUNK, dataset.num_tokens - low)))
         first = len(self._lengths)
-        self._lengths.frombytes(dataset.lengths.astype(np.intc).tobytes())
-        self._document_index.frombytes((dataset.document_index[1:].astype(np.int64) + first).tobytes())
+        for low in range(0, len(dataset), CHUNK):
+            self._lengths.append(dataset.lengths[low : low + CHUNK])
+        for low in range(1, dataset.num_documents + 1, CHUNK):
+            self._ends.append(dataset.document_index[low : low + CHUNK].astype(np.int64) + first)
 
     def _write(self, tokens) -> None:
         """Append ids to the `.bin`; an id that the dtype cannot hold is an error, since a cast would wrap it."""
         ids = np.asarray(tokens)
-        if ids.dtype != self.dtype:
-            if len(ids) and self.dtype.kind in "iu":
-                low, high, limits = int(ids.min()), int(ids.max()), np.iinfo(self.dtype)
-                if low < limits.min or high > limits.max:
-                    raise DataError(
-                        f"{self.prefix}: token id {low if low < limits.min else high} does not fit in {self.dtype} "
-                        f"({limits.min} to {limits.max})"
-                    )
-            ids = ids.astype(self.dtype)
-        self._file.write(np.ascontiguousarray(ids).data)
+        if ids.dtype != self.dtype and len(ids) and self.dtype.kind in "iu":
+            low, high, limits = int(ids.min()), int(ids.max()), np.iinfo(self.dtype)
+            if low < limits.min or high > limits.max:
+                raise DataError(
+                    f"{self.prefix}: token id {low if low < limits.min else high} does not fit in {self.dtype} "
+                    f"({limits.min} to {limits.max})"
+                )
+        self._tokens.append(ids)
+
+    def mark(self) -> Mark:
+        """Make what was added so far durable; a later writer can go on from here."""
+        for spool in (self._tokens, self._lengths, self._ends):
+            spool.sync()
+        return Mark(len(self._tokens), len(self._lengths), len(self._ends) - 1)
+
+    def seal(self) -> None:
+        """Make both files durable under their temporary names; `publish` then is all that is left to do."""
+        self.mark()
+        write_index(self.prefix + ".idx" + TEMPORARY, self.dtype, self._lengths, self._ends)
 
     def finalize(self) -> None:
         """Make the two files durable and give them their names; a failure, say a full disk, leaves no files behind."""
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            lengths, document_index = np.asarray(self._lengths), np.asarray(self._document_index)
-            write_index(self.prefix + ".idx" + TEMPORARY, self.dtype, lengths, document_index)
+            self.seal()
         except BaseException:
             self.abort()
             raise
-        _remove(self.prefix + ".idx")
-        for ending in (".bin", ".idx"):
-            os.replace(self.prefix + ending + TEMPORARY, self.prefix + ending)
-        _sync_folder(os.path.dirname(os.path.abspath(self.prefix)))
-        self._file.close()  # only now, as this gives up the lock
+        publish(self.prefix)
+        self.suspend()  # only now, as this gives up the lock
+
+    def suspend(self) -> None:
+        """Close the files and leave them for a later writer."""
+        for name in ("_lengths", "_ends", "_tokens"):
+            if hasattr(self, name):
+                getattr(self, name).close()
 
     def abort(self) -> None:
         """Give up: remove the temporary files and leave what was under the prefix before."""
-        if self._file.closed:
-            return
-        for ending in (".bin", ".idx"):
-            _remove(self.prefix + ending + TEMPORARY)
-        try:
-            self._file.close()
-        except OSError:  # what was still buffered did not fit on the disk; the file is gone anyway
-            pass
+        if not self._tokens.closed:
+            remove_temporary(self.prefix)
+        self.suspend()
 
     def __enter__(self) -> "IndexedWriter":
         return self
@@ -310,21 +332,21 @@ class IndexedWriter:
             self.abort()
 
 
-def _open_alone(path: str) -> BinaryIO:
-    """Open a file for writing from the start, unless another process has it open here. Raises DataError."""
-    file = open(path, "ab", buffering=1 << 20)  # not "wb", which would cut the other's file before the lock says no
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = not os.path.exists(path) or not os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except BlockingIOError:
-        taken = True
-    except OSError:  # some network file systems have no locks
-        taken = False
-    if taken:
-        file.close()
-        raise DataError(f"{path}: another process is writing this file; wait for it or choose another prefix")
-    file.truncate(0)
-    return file
+def publish(prefix: str) -> None:
+    """Give sealed files their names. May be cut short at any point and called again."""
+    if os.path.exists(prefix + ".bin" + TEMPORARY):
+        _remove(prefix + ".idx")
+        os.replace(prefix + ".bin" + TEMPORARY, prefix + ".bin")
+    if os.path.exists(prefix + ".idx" + TEMPORARY):
+        os.replace(prefix + ".idx" + TEMPORARY, prefix + ".idx")
+    remove_temporary(prefix)
+    _sync_folder(os.path.dirname(os.path.abspath(prefix)))
+
+
+def remove_temporary(prefix: str) -> None:
+    """Remove what a writer of `prefix` leaves behind when it is killed."""
+    for ending in (".idx", ".lengths", ".documents", ".bin"):
+        _remove(prefix + ending + TEMPORARY)
 
 
 def _remove(path: str) -> None:

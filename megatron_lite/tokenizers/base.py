@@ -34,3 +34,12 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`."""
+
+    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        """The ids of each text. `special`: text that spells out a special token is that token.
+
+        Raises TokenizerError for `special` where the tokenizer does not know such tokens by their text.
+        """
+        if special:
+            raise TokenizerError(f"{type(self).__name__} has no special tokens that text could spell")
+        return [self.encode(text) for text in texts]

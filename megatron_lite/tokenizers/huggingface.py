@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 
 from megatron_lite.tokenizers.base import Tokenizer, TokenizerError
+from megatron_lite.tokenizers.library import LibraryTokenizer, library_ids
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -21,6 +22,11 @@ class HuggingFaceTokenizer(Tokenizer):
         except Exception as error:  # transformers raises many kinds for a folder it cannot use
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise TokenizerError(f"--tokenizer-model {folder}: transformers cannot load it ({reason})") from error
+        self._backend = getattr(self._tokenizer, "backend_tokenizer", None)  # None: one that transformers runs in Python
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self._no_eod = f"--tokenizer-model {folder}: has no eos_token, so no end-of-document id"
         # len() counts the added tokens, which vocab_size of transformers leaves out; ids may also have gaps
         self._vocab_size = max(len(self._tokenizer), max(self._tokenizer.get_vocab().values(), default=-1) + 1)
 
@@ -32,12 +38,23 @@ class HuggingFaceTokenizer(Tokenizer):
     def eod(self) -> int:
         token = self._tokenizer.eos_token_id
         if token is None:
-            raise TokenizerError(f"--tokenizer-model {self.folder}: has no eos_token, so no end-of-document id")
+            raise TokenizerError(self._no_eod)
         return token
 
     def encode(self, text: str) -> list[int]:
         # verbose=False: a document longer than the model's context is no reason for a warning
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+
+    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        if self._backend is None:
+            return super().encode_batch(texts, special)
+        return library_ids(self._backend, texts, special)
+
+    def __reduce__(self):
+        """Another process gets the library's tokenizer, which is all that encoding needs: it need not import transformers."""
+        if self._backend is None:
+            return HuggingFaceTokenizer, (self.folder,)
+        return LibraryTokenizer, (self._backend, self._vocab_size, self._tokenizer.eos_token_id, self._no_eod)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False)

@@ -34,5 +34,10 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_bos=False, add_eos=False)
 
+    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        if special:
+            return super().encode_batch(texts, special)
+        return self._model.encode(list(texts), add_bos=False, add_eos=False, num_threads=1)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(token) for token in ids])

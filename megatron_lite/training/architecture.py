@@ -18,7 +18,8 @@ FUNCTION = ("normalization", "norm_epsilon", "swiglu", "openai_gelu", "position_
 ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
         "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")  # fmt: skip
 GROUPS = ("group_query_attention", "num_query_groups")
-TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_size")
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file", "merge_file", "tiktoken_pattern",
+             "tiktoken_num_special_tokens")  # fmt: skip
 
 
 def check_model(config: Config, meta: Mapping[str, Any]) -> None:

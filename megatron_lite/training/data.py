@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_lite.config import Config
 from megatron_lite.data.blend import BlendedSamples, read_blend
 from megatron_lite.data.indexed import DataError, IndexedDataset
 from megatron_lite.data.loader import BatchLoader, Samples
+from megatron_lite.data.megatron_order import megatron_samples
+from megatron_lite.data.phases import PhasedSamples, read_phases
 from megatron_lite.data.samples import MockSamples, WindowSamples, parse_split, split_documents
 from megatron_lite.data.sets import EachOnce, read_sets
 from megatron_lite.data.streaming import Source, StreamedSamples, open_rows
 from megatron_lite.rampup import BatchSizes
+from megatron_lite.tokenizers.fingerprint import kept, same
 from megatron_lite.training.setup import Trainer
+from megatron_lite.training.state import fingerprint_of
 
 SPLITS = ("train", "valid", "test")
 
@@ -47,19 +51,40 @@ def build_splits(config: Config, eod: int | None, encode: Callable[[str], list[i
         notes.append(f"train data: {made['train', ''].describe(needed['train'])}")
     for split, name, words in _named(config):
         try:
-            made[split, name] = open_samples(words, length, seed, split, None if _own(config) else data.split)
+            made[split, name] = _samples(config, split, words, None if _own(config) else data.split)
         except DataError as error:
             raise DataError(f"{split} data {' '.join(words)}: {error}") from error
         whole = split == "valid" and train.full_validation
         number = len(EachOnce(made[split, name])) if whole else needed[split]
         notes.append(f"{' '.join(filter(None, (split, 'data', name)))}: {made[split, name].describe(number)}")
+        notes += _other_tokenizers(config, split, words)
     valid = {name: samples for (split, name), samples in made.items() if split == "valid"}
     return Splits(made["train", ""], tuple(notes), eod, valid, made.get(("test", "")))
 
 
+def _samples(config: Config, split: str, words: Sequence[str], parts: str | None) -> Samples:
+    """The samples of one split in the order that the flags ask for. `parts`: --split, where one set of data is cut by it."""
+    length, seed, data = config.model.seq_length, config.train.seed, config.data
+    if split == "train" and data.data_schedule:
+        return PhasedSamples(read_phases(data.data_schedule), window_opener(length, seed, split, None))
+    if data.data_order == "megatron":
+        cut = parts, SPLITS.index(split)
+        return megatron_samples(words, length, seed, megatron_request(config)[split], cut, data.data_cache_path)
+    return open_samples(words, length, seed, split, parts)
+
+
+def _other_tokenizers(config: Config, split: str, words: Sequence[str]) -> Iterator[str]:
+    """A warning for each data set that another tokenizer made than the run has."""
+    mine, scheduled = fingerprint_of(config), split == "train" and config.data.data_schedule
+    blends = [phase.prefixes for phase in read_phases(scheduled)] if scheduled else [read_blend(words)[1]]
+    for prefix in dict.fromkeys(prefix for blend in blends for prefix in blend):
+        if mine and (was := kept(prefix)) and not same(was, mine):
+            yield f"WARNING: the tokenizer is not that of the data: {mine}, {prefix} was made with {was}"
+
+
 def _own(config: Config) -> bool:
     """Whether every split is named for itself; otherwise one --data-path is cut by --split."""
-    return bool(config.data.train_data_path or config.data.dataset_name)
+    return bool(config.data.train_data_path or config.data.data_schedule or config.data.dataset_name)
 
 
 def _named(config: Config) -> list[tuple[str, str, Sequence[str]]]:
@@ -69,7 +94,8 @@ def _named(config: Config) -> list[tuple[str, str, Sequence[str]]]:
         words = data.data_path or words_of_file(data.data_args_path)
         return [("train", "", words), *([("valid", "", words)] if wants_valid else [])]
     sets = read_sets(data.valid_data_path or ()) if wants_valid else {}
-    found = [("train", "", data.train_data_path), *(("valid", name, words) for name, words in sets.items()),
+    training = (data.data_schedule,) if data.data_schedule else data.train_data_path
+    found = [("train", "", training), *(("valid", name, words) for name, words in sets.items()),
              ("test", "", data.test_data_path)]  # fmt: skip
     return [entry for entry in found if entry[2]]
 
@@ -98,8 +124,22 @@ def words_of_file(path: str) -> tuple[str, ...]:
 def open_samples(words: Sequence[str], length: int, seed: int, name: str, split: str | None) -> WindowSamples | BlendedSamples:
     """The samples that a --data-path stands for. `split`: the part `name` of the documents; None: all of them."""
     weights, prefixes = read_blend(words)
-    sources = [_windows(prefix, length, seed ^ number << 32, name, split) for number, prefix in enumerate(prefixes)]
+    opened = window_opener(length, seed, name, split)
+    sources = [opened(prefix, number) for number, prefix in enumerate(prefixes)]
     return sources[0] if len(sources) == 1 else BlendedSamples(sources, weights)
+
+
+def window_opener(length: int, seed: int, name: str, split: str | None) -> Callable[[str, int], WindowSamples]:
+    """Opens a prefix as source number N of several, each in an order of its own."""
+    return lambda prefix, number: _windows(prefix, length, seed ^ number << 32, name, split)
+
+
+def megatron_request(config: Config) -> dict[str, int]:
+    """The samples that Megatron would ask for at these flags; its order depends on them."""
+    train, batch = config.train, config.train.global_batch_size
+    evaluations = train.train_iters // train.eval_interval + 1 if train.eval_interval else 0
+    return {"train": train.train_samples or train.train_iters * batch,
+            "valid": evaluations * train.eval_iters * batch, "test": train.eval_iters * batch}  # fmt: skip
 
 
 def _windows(prefix: str, length: int, seed: int, name: str, split: str | None) -> WindowSamples:

@@ -110,7 +110,9 @@ def meta_of(trainer: Trainer, progress: Progress) -> dict:
 
 
 def fingerprint_of(config: Config) -> str | None:
-    return fingerprint(config.data.tokenizer_type, config.data.tokenizer_model, config.data.vocab_size)
+    data = config.data
+    files = data.vocab_file, data.merge_file, data.tiktoken_pattern, data.tiktoken_num_special_tokens
+    return fingerprint(data.tokenizer_type, data.tokenizer_model, data.vocab_size, *files)
 
 
 def save(trainer: Trainer, progress: Progress) -> Path:

@@ -6,11 +6,13 @@ import json
 import numpy as np
 import pytest
 
+from megatron_lite.config import Config, DataConfig, ModelConfig, TrainConfig
 from megatron_lite.data.indexed import DataError, IndexedDataset, IndexedWriter
 from megatron_lite.data.loader import BatchLoader
 from megatron_lite.rampup import BatchSizes
 from megatron_lite.tokenizers import build_tokenizer
-from megatron_lite.training.data import open_samples
+from megatron_lite.tokenizers.fingerprint import kept
+from megatron_lite.training.data import build_splits, open_samples
 from tools import inspect_data, merge_datasets, preprocess_data, train_tokenizer
 from tools.text_inputs import read_documents
 
@@ -161,6 +163,10 @@ def test_the_samples_of_an_iteration_are_those_the_loader_reads(tmp_path, capsys
     ("a --iteration 0 --seq-length 4", "--iteration 0: expected 1 or more"),
     ("a --iteration 1 --seq-length 4 --rank 2 --dp 2", "--rank 2: expected 0 to 1"),
     ("a --iteration 1 --seq-length 4 --dp 2 --global-batch-size 3", "not a multiple of micro-batch size x dp = 2"),
+    ("", "name a prefix"),
+    ("a --data-order megatron", "no effect without --iteration"),
+    ("a --iteration 1 --seq-length 4 --data-order megatron", "neither says anything without the other"),
+    ("a --iteration 1 --seq-length 4 --data-schedule b", "one of them"),
 ])  # fmt: skip
 def test_inspection_that_cannot_be(capsys, flags, message):
     with pytest.raises(SystemExit) as left:
@@ -188,3 +194,42 @@ def test_a_trained_tokenizer_reads_everything_back(tmp_path, capsys):
 def test_reading_stops_at_the_limit(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(TEXTS)))
     assert len(list(read_documents([str(tmp_path / "a.jsonl.gz")], ("text",), 30))) == 2
+
+
+def test_data_remembers_its_tokenizer(tmp_path):
+    """Merging refuses what two tokenizers made, and a run warns about data of another tokenizer than its own."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["1 2 3 4 5 6 7 8 9"] * 9))
+    for name, flags in (("null", ["NullTokenizer", "--vocab-size", "50"]), ("bytes", ["ByteTokenizer"])):
+        preprocess_data.main(["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / name), "--workers", "0",
+                              "--tokenizer-type", *flags])  # fmt: skip
+    null, byte = (str(tmp_path / f"{name}_text_document") for name in ("null", "bytes"))
+    digest = "e3b0c44298fc1c14"  # of no file
+    assert kept(null) == f"NullTokenizer 51 {digest}" and kept(byte) == f"ByteTokenizer 257 {digest}"
+    with pytest.raises(DataError, match=f"{byte}: made with tokenizer ByteTokenizer .* but {null} with NullTokenizer"):
+        merge_datasets.merge([null, byte], str(tmp_path / "all"))
+    plain = write(tmp_path / "plain", [[1, 2, 3]])
+    assert kept(plain) is None
+    merge_datasets.merge([plain, null, null], str(tmp_path / "all"))
+    assert kept(str(tmp_path / "all")) == kept(null)
+    for tokenizer, warned in (("NullTokenizer", 0), ("ByteTokenizer", 1), (None, 0)):
+        train = TrainConfig(micro_batch_size=1, global_batch_size=1, train_iters=2)
+        data = DataConfig(vocab_size=257, tokenizer_type=tokenizer, data_path=(null,))
+        config = Config(model=ModelConfig(seq_length=4), train=train, data=data)
+        notes = build_splits(config, None).notes
+        assert sum("WARNING: the tokenizer is not that of the data" in note for note in notes) == warned
+
+
+@pytest.mark.parametrize("order", ["schedule", "megatron"])
+def test_the_samples_of_an_iteration_in_other_orders(tmp_path, capsys, order):
+    a, b = (write(tmp_path / name, [list(range(n, n + 200))] * 2) for name, n in (("a", 0), ("b", 300)))
+    (tmp_path / "phases.txt").write_text(f"0 {a}\n18 1 {a} 3 {b}\n")
+    sizes = "--micro-batch-size 2 --global-batch-size 8 --seq-length 6 --seed 5 --dp 2 --iteration 3"
+    words = {"schedule": ["--data-schedule", str(tmp_path / "phases.txt")],
+             "megatron": ["3", a, "1", b, *"--split 100 --data-order megatron --train-iters 10".split()]}[order]  # fmt: skip
+    assert inspect_data.main([*words, *sizes.split()]) == 0
+    shown = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    data = {"data_schedule": str(tmp_path / "phases.txt")} if order == "schedule" else {
+        "data_path": ("3", a, "1", b), "split": "100", "data_order": "megatron"}  # fmt: skip
+    train = TrainConfig(micro_batch_size=2, global_batch_size=8, train_iters=10, seed=5)
+    samples = build_splits(Config(model=ModelConfig(seq_length=6), train=train, data=DataConfig(**data)), None).train
+    assert shown == [" ".join(map(str, samples[number])) for number in (16, 17, 20, 21)]

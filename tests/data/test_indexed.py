@@ -180,7 +180,7 @@ def test_a_killed_writer_leaves_the_old_files_and_no_obstacle(tmp_path):
     prefix = write(tmp_path / "d", [[1, 2]])
     code = (
         "import os, sys, numpy as np; from megatron_lite.data.indexed import IndexedWriter\n"
-        "w = IndexedWriter(sys.argv[1], np.uint16); w.add_document(list(range(2000000 // 100))); w._file.flush()\n"
+        "w = IndexedWriter(sys.argv[1], np.uint16); w.add_document(list(range(2000000 // 100))); w.mark()\n"
         "os.kill(os.getpid(), 9)"
     )
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -146,7 +146,7 @@ def test_null_tokenizer():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("Nonsense",), "expected one of HuggingFaceTokenizer, SentencePieceTokenizer, NullTokenizer, ByteTokenizer"),
+        (("Nonsense",), "expected one of HuggingFaceTokenizer, SentencePieceTokenizer, GPT2BPETokenizer"),
         (("NullTokenizer",), "needs --vocab-size"),
         (("NullTokenizer", None, 0), "needs at least 1"),
         (("NullTokenizer", "file", 5), "NullTokenizer reads no file"),
@@ -155,6 +155,12 @@ def test_null_tokenizer():
         (("HuggingFaceTokenizer", "gpt2-not-here"), "gpt2-not-here: no such folder"),
         (("SentencePieceTokenizer", "not-here.model"), "not-here.model: no such file"),
         (("SentencePieceTokenizer", __file__), "not a sentencepiece model"),
+        (("GPT2BPETokenizer",), "GPT2BPETokenizer needs --vocab-file"),
+        (("GPT2BPETokenizer", None, None, "v.json"), "GPT2BPETokenizer needs --merge-file"),
+        (("GPT2BPETokenizer", "folder", None, "v.json", "m.txt"), "reads --vocab-file --merge-file, leave it out"),
+        (("GPT2BPETokenizer", None, None, "v.json", "m.txt"), "--vocab-file v.json: no such file"),
+        (("ByteTokenizer", None, None, None, None, "v1"), "--tiktoken-pattern v1: ByteTokenizer reads no file"),
+        (("TikTokenizer", "not-here.tiktoken"), "not-here.tiktoken: no such file"),
     ],
 )
 def test_what_cannot_work_is_one_line_that_names_flag_or_file(arguments, message):

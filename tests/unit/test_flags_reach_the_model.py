@@ -4,6 +4,7 @@ A row: (base flags, changed flags, what must differ). Each runs through pretrain
 that no effect is too small to be seen. A flag of config.py without a row fails the last test.
 """
 
+import base64
 import json
 import signal
 from dataclasses import fields
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron_lite import tokenizers
 from megatron_lite.arguments import parse
 from megatron_lite.checkpoint.load import load_checkpoint
 from megatron_lite.comm import launch
@@ -51,6 +53,8 @@ FP8 = f"{FP32} --bf16 {DIVISIBLE} --fp8-format hybrid"
 BYTES = f"{REAL} --tokenizer-type NullTokenizer --vocab-size 39"
 TEXT = f"{REAL} --tokenizer-type ByteTokenizer --vocab-size 257"
 STREAM = "--fp64 --train-iters 3 --tokenizer-type ByteTokenizer --vocab-size 257 --dataset-name {tmp}/texts"
+GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file {tmp}/vocab.json --merge-file {tmp}/merges.txt --vocab-size 300"
+RANKS = "--tokenizer-type TikTokenizer --tokenizer-model {tmp}/ranks.json"
 
 # field -> (added to the base, added to the changed run, observable that must differ)
 ROWS = {
@@ -172,11 +176,18 @@ ROWS = {
     "dataset_config": (f"only {STREAM}", "--dataset-config other", "failure"),
     "dataset_split": (f"only {STREAM}", "--dataset-split test", "loss"),
     "dataset_text_key": (f"only {STREAM}", "--dataset-text-key title", "loss"),
+    "data_schedule": (f"only {REAL}", "without --data-path --data-schedule {tmp}/phases.txt", "loss"),
+    "data_order": (f"only {REAL}", "--data-order megatron", "loss"),
+    "data_cache_path": (f"only {REAL} --data-order megatron", "--data-cache-path {tmp}/corpus.bin", "failure"),  # is no folder
     "split": (f"only {REAL}", "--split 40,60", "loss"),
     "mock_data": (f"only {REAL}", "without --data-path --mock-data", "loss"),
     "tokenizer_type": (f"only {REAL}", "--tokenizer-type NullTokenizer --vocab-size 40", "loss"),  # its own end of document
     "tokenizer_model": (f"only {REAL} --vocab-size 80 --tokenizer-type HuggingFaceTokenizer --tokenizer-model {{tmp}}/small",
                         "--tokenizer-model {tmp}/missing", "failure"),
+    "vocab_file": (f"only {REAL} {GPT2}", "--vocab-file {tmp}/other.json", "failure"),
+    "merge_file": (f"only {REAL} {GPT2}", "--merge-file {tmp}/other.txt", "failure"),
+    "tiktoken_pattern": (f"only {REAL} {RANKS} --tiktoken-num-special-tokens 5", "--tiktoken-pattern v1", "tokenizer"),
+    "tiktoken_num_special_tokens": (f"only {REAL} {RANKS}", "--tiktoken-num-special-tokens 5", "failure"),  # 1000 are too many
     "vocab_size": ("", "--vocab-size 41", "loss"),
     "eod_mask_loss": (f"only {BYTES}", "--eod-mask-loss", "loss"),
     "num_workers": ("", "--num-workers 0", "prefetch"),
@@ -294,6 +305,11 @@ def files(tmp_path_factory):
     for name in ("train", "test"):
         rows = [json.dumps({"text": f"{name} {n}, some text", "title": f"title {n}"}) for n in range(30)]
         (folder / "texts" / f"{name}.jsonl").write_text("\n".join(rows))
+    (folder / "phases.txt").write_text(f"0 {folder}/other\n4 {folder}/corpus")
+    ranks = [{"rank": n, "token_bytes": base64.b64encode(bytes([n])).decode(), "token_str": ""} for n in range(256)]
+    (folder / "ranks.json").write_text(json.dumps(ranks))
+    (folder / "vocab.json").write_text(json.dumps({chr(byte): byte - 33 for byte in range(33, 127)} | {"<|endoftext|>": 94}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
     flags = f"{TINY} {RUN} --train-iters 4 --save {folder}/start --save-interval 2"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     before = launch.keep_heap
@@ -319,7 +335,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
     def run(flags, name):
         folder = tmp_path / name
         folder.mkdir()
-        seen = {"joined": [], "sinks": [], "prefetch": [], "compiled": 0, "verified": [], "inherited": []}
+        seen = {"joined": [], "sinks": [], "prefetch": [], "compiled": 0, "verified": [], "inherited": [], "tokenizer": []}
         monkeypatch.setattr(launch, "init_from_env", lambda *args: seen["joined"].append(args) or (0, 1, torch.device("cpu")))
         monkeypatch.setattr(logging, "WandbSink", recorder(seen["sinks"], "wandb"))
         monkeypatch.setattr(logging, "TensorBoardSink", recorder(seen["sinks"], "tensorboard"))
@@ -342,6 +358,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
 
         monkeypatch.setattr(state, "load_checkpoint", loaded)
         monkeypatch.setattr(architecture, "stored_settings", taken)
+        monkeypatch.setattr(tokenizers, "build_tokenizer", lambda *args: seen["tokenizer"].append(args) or build(*args))
         monkeypatch.setattr(data, "BatchLoader", recorded)
         monkeypatch.setattr(setup, "compile_elementwise", compiled)
         text = flags.replace("{tmp}/save", str(folder / "save")).replace("{tmp}/other.jsonl", str(folder / "other.jsonl"))
@@ -374,6 +391,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
         }  # fmt: skip
 
     setup_loader = data.BatchLoader
+    build = tokenizers.build_tokenizer
     yield run
     torch.set_num_threads(threads)
     for number, handler in handlers.items():
