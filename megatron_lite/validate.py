@@ -30,6 +30,7 @@ from megatron_lite.rules import (
     conflicts,
     have,
     inert,
+    marks,
     missing,
     nearest,
     nearest_values,
@@ -53,7 +54,7 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
     for rules in (_attention, _positions, _layout, _zero, compression, _batch, _pipeline, _asynchronous, _activations, _scale,
-                  _fp8, _rate, _warmup, _data):  # fmt: skip
+                  _fp8, _rate, _warmup, _data, marks):  # fmt: skip
         problems += rules(values)
     return problems
 

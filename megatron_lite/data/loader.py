@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from megatron_lite.data.documents import Resets
 from megatron_lite.data.indexed import DataError
 
 
@@ -33,6 +34,8 @@ class Batch:
     tokens: torch.Tensor  # int64 [b, s]
     labels: torch.Tensor  # int64 [b, s]
     loss_mask: torch.Tensor  # float32 [b, s], 1 where the label counts
+    positions: torch.Tensor | None = None  # int64 [b, s] with --reset-position-ids
+    starts: torch.Tensor | None = None  # int64 [b, s] with --reset-attention-mask; see data/documents.py
 
 
 def check_ids(ids: np.ndarray, sample: int, vocab_size: int) -> None:
@@ -56,6 +59,7 @@ class StepReader:
     dp_size: int
     vocab_size: int
     masked_token: int | None  # inputs with this id carry no loss
+    resets: Resets | None = None  # what starts over behind each document
 
     def samples_per_step(self) -> int:
         """The global batch size."""
@@ -79,7 +83,8 @@ class StepReader:
         mask = np.ones(tokens.shape, np.float32)
         if self.masked_token is not None:
             mask[tokens == self.masked_token] = 0.0
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(mask))
+        reset = self.resets.of(tokens) if self.resets else ()
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(mask), *reset)
 
 
 def _read_ahead(reader: StepReader, consumed: int, steps: queue.Queue, stop: threading.Event) -> None:
@@ -120,6 +125,8 @@ class BatchLoader:
         consumed_samples: int = 0,
         eod: int | None = None,
         eod_mask_loss: bool = False,
+        reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
         prefetch: int = 2,
     ):
         if micro_batch_size < 1 or num_microbatches < 1 or not 0 <= dp_rank < dp_size:
@@ -129,10 +136,14 @@ class BatchLoader:
             )
         if consumed_samples < 0 or prefetch < 0:
             raise ValueError(f"consumed_samples {consumed_samples} and prefetch {prefetch} must not be negative")
-        if eod_mask_loss and eod is None:
-            raise ValueError("--eod-mask-loss needs a tokenizer that has an end-of-document token")
+        resetting = reset_position_ids or reset_attention_mask
+        if eod is None and (eod_mask_loss or resetting):
+            raise ValueError("--eod-mask-loss and --reset-... need a tokenizer that has an end-of-document token")
         masked = eod if eod_mask_loss else None
-        self.reader = StepReader(samples, micro_batch_size, num_microbatches, dp_rank, dp_size, vocab_size, masked)
+        resets = Resets(eod, reset_position_ids, reset_attention_mask) if resetting else None
+        self.reader = StepReader(
+            samples, micro_batch_size, num_microbatches, dp_rank, dp_size, vocab_size, masked, resets
+        )
         self.consumed_samples = consumed_samples
         self.wait_seconds = 0.0
         self.prefetch = prefetch

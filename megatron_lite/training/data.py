@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_lite.comm.mesh import Mesh
 from megatron_lite.config import Config
 from megatron_lite.data.blend import BlendedSamples, read_blend
+from megatron_lite.data.fim import Fim, FimSamples
 from megatron_lite.data.indexed import DataError, IndexedDataset
 from megatron_lite.data.loader import BatchLoader, Samples
 from megatron_lite.data.samples import MockSamples, WindowSamples, parse_split, split_documents
@@ -92,6 +93,10 @@ def _windows(prefix: str, length: int, seed: int, name: str, split: str | None) 
 
 def build_loader(config: Config, mesh: Mesh, splits: Splits, samples: Samples, consumed: int) -> BatchLoader:
     """This rank's microbatches of every global batch from sample `consumed` on."""
+    data = config.data
+    if data.fim_rate:
+        fim = Fim(data.fim_rate, data.fim_spm_rate, data.fim_prefix_id, data.fim_middle_id, data.fim_suffix_id, splits.eod)
+        samples = FimSamples(samples, fim, config.train.seed, data.vocab_size)
     return BatchLoader(
         samples,
         micro_batch_size=config.train.micro_batch_size,
@@ -99,8 +104,10 @@ def build_loader(config: Config, mesh: Mesh, splits: Splits, samples: Samples, c
         dp_rank=mesh.dp.rank,
         dp_size=mesh.dp.size,
         consumed_samples=consumed,
-        vocab_size=config.data.vocab_size,
+        vocab_size=data.vocab_size,
         eod=splits.eod,
-        eod_mask_loss=config.data.eod_mask_loss,
-        prefetch=config.data.num_workers,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        prefetch=data.num_workers,
     )

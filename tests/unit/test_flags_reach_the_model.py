@@ -49,6 +49,7 @@ FP32 = "only --mock-data --train-iters 3"
 DIVISIBLE = "--num-layers 3 --ffn-hidden-size 32"
 FP8 = f"{FP32} --bf16 {DIVISIBLE} --fp8-format hybrid"
 BYTES = f"{REAL} --tokenizer-type NullTokenizer --vocab-size 39"
+FIM = f"only {BYTES} --fim-rate 0.5 --fim-prefix-id 1 --fim-middle-id 2 --fim-suffix-id 3"
 
 # field -> (added to the base, added to the changed run, observable that must differ)
 ROWS = {
@@ -173,6 +174,13 @@ ROWS = {
                         "--tokenizer-model {tmp}/missing", "failure"),
     "vocab_size": ("", "--vocab-size 41", "loss"),
     "eod_mask_loss": (f"only {BYTES}", "--eod-mask-loss", "loss"),
+    "reset_position_ids": (f"only {BYTES}", "--reset-position-ids", "loss"),
+    "reset_attention_mask": (f"only {BYTES}", "--reset-attention-mask", "loss"),
+    "fim_rate": (FIM, "--fim-rate 1", "loss"),
+    "fim_spm_rate": (FIM, "--fim-spm-rate 1", "loss"),
+    "fim_prefix_id": (FIM, "--fim-prefix-id 4", "loss"),
+    "fim_middle_id": (FIM, "--fim-middle-id 4", "loss"),
+    "fim_suffix_id": (FIM, "--fim-suffix-id 4", "loss"),
     "num_workers": ("", "--num-workers 0", "prefetch"),
     # training
     "micro_batch_size": ("", "--micro-batch-size 1", "built"),  # the loss must not change: tests/parity
