@@ -9,14 +9,16 @@ The core, chosen in `core_attention` and nowhere else:
     CPU     block-causal batched matmuls: queries of a block of rows and their group folded into one matrix, keys up to
             the block's end, the mask on the diagonal block alone. Half the work of a full square, and each product large
             enough for the GEMM library: 2.8 x faster in training than SDPA on CPU.
-With `documents` (packing.py) a query sees its own document alone: CUDA takes the documents one by one, CPU skips the keys
-before a block's documents. One new token against those before it, when text is made: `past.attend_one`.
+With `documents` (packing.py) a query sees its own document alone: CUDA takes the documents one by one, CPU goes
+row by row and skips the keys before a block's documents. One new token against those before it, when text is made:
+`past.attend_one`.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -72,6 +74,25 @@ def head_first(x: torch.Tensor) -> torch.Tensor:
     return torch.empty((b, k, s, g, d), dtype=x.dtype, device=x.device).permute(2, 0, 1, 3, 4)
 
 
+class _Tile(NamedTuple):
+    """Queries begin..end of some of the b k heads, and the keys first..end, which are all that they see."""
+
+    heads: slice
+    first: int
+    begin: int
+    end: int
+    row: int | None = None  # of the batch, where its documents cut it
+
+
+def _tiles(s: int, size: int, groups: int, documents: Documents | None) -> list[_Tile]:
+    """Blocks of `size` queries: of the whole batch, or of each row from the first document that the block holds a part of."""
+    blocks = [(i, min(i + size, s)) for i in range(0, s, size)]
+    if documents is None:
+        return [_Tile(slice(None), 0, begin, end) for begin, end in blocks]
+    return [_Tile(slice(row * groups, (row + 1) * groups), documents.first_key(row, begin), begin, end, row)
+            for row in range(len(documents.starts)) for begin, end in blocks]  # fmt: skip
+
+
 class _BlockCausal(torch.autograd.Function):
     """q [s, b, k, g, d] (already scaled), k and v [s, b, k, 1, d] -> [s, b, k, g, d]"""
 
@@ -81,18 +102,18 @@ class _BlockCausal(torch.autograd.Function):
         # [b k, s g, d] and [b k, s, d]; no copy where rope laid them out so, and never a view that keeps all of QKV alive
         q, k, v = (x.permute(1, 2, 0, 3, 4).reshape(b * groups, -1, d).contiguous() for x in (q, k, v))
         out = torch.empty((s, b, groups, per_group, d), dtype=q.dtype, device=q.device)
-        by_head = out.permute(1, 2, 0, 3, 4)  # [b, k, s, g, d]
+        by_head = out.view(s, b * groups, per_group, d).transpose(0, 1)  # [b k, s, g, d]
         keep_all = s <= KEEP_PROBABILITIES_UP_TO and ctx.needs_input_grad[0]
         kept, drops, future = [], [], _future(min(block, s), per_group, q)
-        for first, begin, end in _blocks(s, block, documents):
-            # [b k, (end - begin) g, end - first]
-            probabilities = _probabilities(q, k, (first, begin, end), per_group, future, documents)
+        for tile in _tiles(s, block, groups, documents):
+            heads, first, begin, end, _ = tile  # h of the b k heads
+            probabilities = _probabilities(q, k, tile, per_group, future, documents)  # [h, (end - begin) g, end - first]
             kept.append(probabilities if keep_all else None)
             drops.append(_drop_scale(probabilities, p, generator))
             if drops[-1] is not None:
                 probabilities = probabilities * drops[-1]
-            rows = torch.bmm(probabilities, v[:, first:end])  # [b k, (end - begin) g, d]
-            by_head[:, :, begin:end] = rows.view(b, groups, end - begin, per_group, d)
+            rows = torch.bmm(probabilities, v[heads, first:end])  # [h, (end - begin) g, d]
+            by_head[heads, begin:end] = rows.view(-1, end - begin, per_group, d)
         ctx.shape, ctx.block, ctx.documents = (s, b, groups, per_group, d), block, documents
         ctx.save_for_backward(q, k, v, *kept, *drops)
         return out
@@ -107,30 +128,26 @@ class _BlockCausal(torch.autograd.Function):
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         dk, dv = (torch.zeros(k.shape, dtype=exact, device=k.device) for _ in range(2))
         future = _future(min(ctx.block, s), per_group, q)
-        for n, (first, begin, end) in enumerate(_blocks(s, ctx.block, ctx.documents)):
+        for n, tile in enumerate(_tiles(s, ctx.block, groups, ctx.documents)):
+            heads, first, begin, end, _ = tile
             rows = slice(begin * per_group, end * per_group)
             probabilities = kept[n]
             if probabilities is None:
-                probabilities = _probabilities(q, k, (first, begin, end), per_group, future, ctx.documents)
+                probabilities = _probabilities(q, k, tile, per_group, future, ctx.documents)
             drop = drops[n]
             used = probabilities if drop is None else probabilities * drop
-            dp = torch.bmm(dout[:, rows], v[:, first:end].transpose(1, 2))
+            dp = torch.bmm(dout[heads, rows], v[heads, first:end].transpose(1, 2))
             if drop is not None:
                 dp *= drop
-            dv[:, first:end] += torch.bmm(used.transpose(1, 2), dout[:, rows])
+            dv[heads, first:end] += torch.bmm(used.transpose(1, 2), dout[heads, rows])
             ds = torch._softmax_backward_data(dp, probabilities, -1, q.dtype, grad_input=dp)
-            dq[:, rows] = torch.bmm(ds, k[:, first:end])
-            dk[:, first:end] += torch.bmm(ds.transpose(1, 2), q[:, rows])
+            dq[heads, rows] = torch.bmm(ds, k[heads, first:end])
+            dk[heads, first:end] += torch.bmm(ds.transpose(1, 2), q[heads, rows])
         shape_q, shape_k = (b, groups, s, per_group, d), (b, groups, s, 1, d)
         dk, dv = dk.to(q.dtype), dv.to(q.dtype)
         back = (2, 0, 1, 3, 4)  # [b, k, s, g, d] -> [s, b, k, g, d]
         dq, dk, dv = (x.view(shape).permute(back) for x, shape in ((dq, shape_q), (dk, shape_k), (dv, shape_k)))
         return dq, dk, dv, None, None, None, None
-
-
-def _blocks(s: int, size: int, documents: Documents | None) -> list[tuple[int, int, int]]:
-    """(first key that one of its queries sees, first query, last query + 1) of each block."""
-    return [(0 if documents is None else documents.first_key(i), i, min(i + size, s)) for i in range(0, s, size)]
 
 
 def _future(block: int, per_group: int, like: torch.Tensor) -> torch.Tensor:
@@ -139,16 +156,15 @@ def _future(block: int, per_group: int, like: torch.Tensor) -> torch.Tensor:
     return mask.repeat_interleave(per_group, 0)
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, block: tuple[int, int, int], per_group: int, future: torch.Tensor,
+def _probabilities(q: torch.Tensor, k: torch.Tensor, tile: _Tile, per_group: int, future: torch.Tensor,
                    documents: Documents | None) -> torch.Tensor:  # fmt: skip
-    """softmax(q k^T) of query rows begin..end against keys first..end.   -> [b k, (end - begin) g, end - first]"""
-    first, begin, end = block
-    scores = torch.bmm(q[:, begin * per_group : end * per_group], k[:, first:end].transpose(1, 2))
+    """softmax(q k^T) of the queries of a tile against its keys.   -> [h, (end - begin) g, end - first]"""
+    heads, first, begin, end, row = tile
+    scores = torch.bmm(q[heads, begin * per_group : end * per_group], k[heads, first:end].transpose(1, 2))
     scores[:, :, begin - first :] += future[: (end - begin) * per_group, : end - begin]  # the last block may be shorter
-    mask = None if documents is None else documents.mask(begin, end, scores.dtype)  # [b, end - begin, n]
+    mask = None if documents is None else documents.mask(row, begin, end, scores.dtype)  # [end - begin, n]
     if mask is not None:
-        b, rows, n = mask.shape
-        scores.view(b, -1, rows, per_group, end - first)[..., :n].add_(mask[:, None, :, None])
+        scores[:, :, : mask.shape[1]] += mask.repeat_interleave(per_group, 0)
     return torch.softmax(scores, -1, out=scores)
 
 

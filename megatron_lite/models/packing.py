@@ -2,16 +2,16 @@
 
              keys   a b c # d e # f              starts of a row   0 0 0 0 4 4 4 7
     queries  a      x
-             b      x x                          A query at i sees the keys from starts[i] to i. The rows from one block of
-             c      x x x                        queries on need no key before the earliest start in it, over the batch:
-             #      x x x x                      what lies left of that is never multiplied. What is left to be masked lies
-             d              x                    within the block's own keys, and is made block by block and thrown away.
+             b      x x                          The query at i sees the keys from starts[i] to i. A block of queries
+             c      x x x                        needs no key before the start of its first query: what lies left of
+             #      x x x x                      that is never multiplied. A mask is needed only where a document starts
+             d              x                    within the block; it is made for that block and thrown away.
              e              x x
              #              x x x
              f                    x
 
-Built once for each microbatch, on every rank, from what the loader found; see data/documents.py. `starts` are places in the
-whole sample, so queries may be cut along the sequence while keys keep their places.
+Built once for each microbatch, on every rank, from what the loader found; see data/documents.py. Starts are places in the
+whole sample, so queries may be cut along the sequence while keys stay where they are.
 Shapes: b rows, s sequence.
 """
 
@@ -20,38 +20,39 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
 class Documents:
-    """Which keys each query of a microbatch sees. `starts` int64 [b, s] on the host, starts[:, 0] = 0, never falling in a
-    row: the work is planned there, so that no kernel is waited for; `device` is where it is done."""
+    """Which keys each query of a microbatch sees: `starts` int64 [b, s], 0 at first and never falling in a row.
+
+    On the host too, where the work is planned, so that no kernel is waited for; on `device` masks are made.
+    """
 
     def __init__(self, starts: torch.Tensor, device: torch.device):
-        self.on_host, self.starts = starts, starts.to(device, non_blocking=True)
-        self.earliest: list[int] = starts.amin(0).tolist()  # over the rows
-        self.latest: list[int] = starts.amax(0).tolist()
+        self.on_host = starts.numpy()
+        self.starts = starts.to(device, non_blocking=True)
 
-    def first_key(self, query: int) -> int:
-        """The first key that any row's query `query`, or one behind it, sees."""
-        return self.earliest[query]
+    def first_key(self, row: int, query: int) -> int:
+        """The first key that a query, or one behind it, sees."""
+        return int(self.on_host[row, query])
 
-    def mask(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """To be added to the scores of queries begin..end and the n first of their keys: -inf where a key lies before the
-        query's document, else 0.   [b, end - begin, n]; None where no query has such a key. n stays below the block's keys."""
-        first, last = self.earliest[begin], self.latest[end - 1]
+    def mask(self, row: int, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """To be added to the scores of queries begin..end and the n first of their keys, those before the last document of
+        the block: -inf where the key lies before the query's document, else 0.   [end - begin, n]; None where n is 0."""
+        first, last = self.first_key(row, begin), self.first_key(row, end - 1)
         if first == last:
             return None
         keys = torch.arange(first, last, device=self.starts.device)
-        before = keys < self.starts[:, begin:end, None]
+        before = keys < self.starts[row, begin:end, None]
         return torch.zeros(before.shape, dtype=dtype, device=keys.device).masked_fill_(before, float("-inf"))
 
     @cached_property
     def lengths(self) -> list[int]:
         """Tokens of each document, row after row; together b s."""
-        b, s = self.on_host.shape
-        begins = (self.on_host == torch.arange(s)).flatten().nonzero().flatten()
-        return torch.diff(begins, append=torch.tensor([b * s])).tolist()
+        begins = np.flatnonzero(self.on_host == np.arange(self.on_host.shape[1]))
+        return np.diff(begins, append=self.on_host.size).tolist()
 
 
 class Packing(NamedTuple):

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.data.documents import document_starts
 from megatron_lite.models import attention
-from megatron_lite.models.attention import _blocks, _BlockCausal, _sdpa_by_document
+from megatron_lite.models.attention import _BlockCausal, _sdpa_by_document, _tiles
 from megatron_lite.models.packing import NOT_PACKED, Documents, packing_of
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def tensors(b, s=S, k=2, g=3, d=4):
 def dense(q, k, v, documents, drop=None):
     """The definition. `drop`: factors of the probabilities [b, k, g, i, j]."""
     at = torch.arange(q.shape[0])
-    seen = (at <= at[:, None]) & (at >= documents.on_host[:, :, None])  # [b, i, j]
+    seen = (at <= at[:, None]) & (at >= documents.starts[:, :, None])  # [b, i, j]
     scores = torch.einsum("ibkgd,jbkd->bkgij", q, k.squeeze(3)).masked_fill(~seen[:, None, None], float("-inf"))
     probabilities = scores.softmax(-1) if drop is None else scores.softmax(-1) * drop
     return torch.einsum("bkgij,jbkd->ibkgd", probabilities, v.squeeze(3))
@@ -91,18 +91,22 @@ def test_dropout_within_documents():
 
 
 @pytest.mark.parametrize("ends", ENDS)
-def test_a_block_begins_at_the_earliest_start_that_it_needs(ends):
+def test_a_tile_begins_at_the_start_that_its_first_query_needs(ends):
     documents = documents_of(ENDS[ends])
-    for first, begin, end in _blocks(S, 8, documents):
-        assert first == min(int(row[begin:end].min()) for row in documents.on_host)
-        seen = documents.on_host[:, begin:end, None] <= torch.arange(first, end)
-        mask = documents.mask(begin, end, torch.float64)
+    tiles = _tiles(S, 8, 2, documents)
+    assert [tile[2:] for tile in tiles] == [(i, min(i + 8, S), row) for row in range(3) for i in range(0, S, 8)]
+    for heads, first, begin, end, row in tiles:
+        assert heads == slice(2 * row, 2 * row + 2)
+        starts = documents.starts[row, begin:end]
+        assert first == int(starts.min())
+        seen = starts[:, None] <= torch.arange(first, end)
+        mask = documents.mask(row, begin, end, torch.float64)
         if mask is None:
             assert seen.all(), "a key of another document is not masked"
         else:
-            n = mask.shape[-1]
-            assert torch.equal(mask == 0, seen[..., :n]) and seen[..., n:].all() and not seen[..., :n].all()
-    assert _blocks(S, 8, None) == [(0, i, min(i + 8, S)) for i in range(0, S, 8)]
+            n = mask.shape[1]
+            assert torch.equal(mask == 0, seen[:, :n]) and seen[:, n:].all() and not seen[:, n - 1].all()
+    assert _tiles(S, 8, 2, None) == [(slice(None), 0, i, min(i + 8, S), None) for i in range(0, S, 8)]
 
 
 def test_lengths():
