@@ -141,9 +141,7 @@ class BatchLoader:
             raise ValueError("--eod-mask-loss and --reset-... need a tokenizer that has an end-of-document token")
         masked = eod if eod_mask_loss else None
         resets = Resets(eod, reset_position_ids, reset_attention_mask) if resetting else None
-        self.reader = StepReader(
-            samples, micro_batch_size, num_microbatches, dp_rank, dp_size, vocab_size, masked, resets
-        )
+        self.reader = StepReader(samples, micro_batch_size, num_microbatches, dp_rank, dp_size, vocab_size, masked, resets)
         self.consumed_samples = consumed_samples
         self.wait_seconds = 0.0
         self.prefetch = prefetch

@@ -212,6 +212,7 @@ class TransformerStage(nn.Module):
         """tokens [b, s] on the first stage, else [s/tp or s, b, h]  ->  [s/tp or s, b, h] after this stage's layers.
 
         With `past` (no gradients, no sequence parallelism): the prompts, then [b, 1], the next token of each row.
+        `packing`: what the documents in the rows change.
         """
         length = x.shape[1] if self.first else x.shape[0] * (self.tp.axis.size if self.tp.sequence_parallel else 1)
         if self.first:

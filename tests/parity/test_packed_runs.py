@@ -1,4 +1,4 @@
-"""Documents in one sample are as documents by themselves: losses, norms, every gradient and two updates in fp64 at 1e-10, at
+"""Documents in one sample are as documents by themselves: loss, norm, every gradient and the update in fp64 at 1e-10, at
 every layout, with recomputation, and in both forms of attention."""
 
 import dataclasses
@@ -32,7 +32,7 @@ from megatron_lite.training.setup import build_trainer, grid_of
 
 CPU = torch.device("cpu")
 MODELS = {"llama_gqa": LLAMA, "gpt_tied": GPT}
-EOD, STEPS = 5, 2
+EOD, STEPS = 5, 1
 ENDS = (  # of the documents in each row of the global batch
     (),  # one document, whose end is elsewhere
     (SEQ - 1,),  # one that ends with the window
@@ -106,7 +106,7 @@ def by_document(q, k, v, p, generator, documents):
 
 
 def run_packed(rank, world, config, form=None):
-    """Both steps of one rank, with several blocks in a sample."""
+    """A step of one rank, with several blocks in a sample."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention.BLOCK_ROWS, torch.float64, 8)
         if form:

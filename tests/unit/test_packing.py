@@ -80,7 +80,7 @@ def test_dropout_within_documents():
     (q, k, _), dout = tensors(3, d=S)
     eye = torch.eye(S, dtype=torch.float64).view(S, 1, 1, 1, S).expand(S, 3, 2, 1, S).contiguous().requires_grad_()
     out = blocks(8, p, torch.Generator().manual_seed(3))(q, k, eye, documents)
-    drop = (out.detach() != 0).permute(1, 2, 3, 0, 4) / (1 - p)  # [b, k, g, i, j]
+    drop = (out.detach() != 0).permute(1, 2, 3, 0, 4).double() / (1 - p)  # [b, k, g, i, j]
     whole = dense(q, k, eye, documents).permute(1, 2, 3, 0, 4) != 0
     assert abs((drop[whole] != 0).double().mean().item() - (1 - p)) < 0.03 and not drop[~whole].any()
     expected = dense(q, k, eye, documents, drop)
