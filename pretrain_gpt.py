@@ -79,7 +79,7 @@ def read_tokenizer(config: Config) -> tuple[Config, int | None, Callable | None]
     try:
         eod = tokenizer.eod
     except TokenizerError:
-        if config.data.eod_mask_loss:
+        if config.data.needs_eod:
             raise
         eod = None
     return with_vocab_size(config, tokenizer.vocab_size), eod, tokenizer.encode

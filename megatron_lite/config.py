@@ -251,7 +251,19 @@ class DataConfig:
         type=int)  # fmt: skip
     vocab_size: int | None = flag(None, "true vocabulary (default: the tokenizer's)", type=int)
     eod_mask_loss: bool = flag(False, "no loss where the input token is the end of a document")
+    reset_position_ids: bool = flag(False, "positions start again at 0 behind the end of a document")
+    reset_attention_mask: bool = flag(False, "attention stays within a document")
+    fim_rate: float = flag(0.0, "share of the documents that are turned for fill-in-the-middle: prefix, suffix, then the middle")
+    fim_spm_rate: float = flag(0.5, "share of those that have the suffix first (SPM), not the prefix (PSM)")
+    fim_prefix_id: int | None = flag(None, "id of the token that marks the prefix", type=int)
+    fim_middle_id: int | None = flag(None, "id of the token that marks the middle", type=int)
+    fim_suffix_id: int | None = flag(None, "id of the token that marks the suffix", type=int)
     num_workers: int = flag(2, "steps the loader reads ahead in the background; 0 reads in line")
+
+    @property
+    def needs_eod(self) -> bool:
+        """Whether the id that ends a document must be known."""
+        return self.eod_mask_loss or self.reset_position_ids or self.reset_attention_mask or self.fim_rate > 0
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ AT_LEAST_ONE = (
 ).split()
 AT_LEAST_ZERO = (
     "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed "
-    "pipemare_annealing_iters fp8_margin cpu_offloading_num_layers load_iteration grad_compression_start_iter"
+    "pipemare_annealing_iters fp8_margin cpu_offloading_num_layers load_iteration grad_compression_start_iter "
+    "fim_prefix_id fim_middle_id fim_suffix_id"
 ).split()
 ABOVE_ZERO = (
     "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
@@ -40,6 +41,9 @@ SHARES = (
     "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction "
     "pipemare_correction_decay"
 ).split()
+WHOLE_SHARES = ("fim_rate", "fim_spm_rate")
+FIM_IDS = ("fim_prefix_id", "fim_middle_id", "fim_suffix_id")
+NEED_EOD = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fim_rate")
 
 UNEVEN = "one makes all stages equal, the other does not (--num-virtual-stages-per-pipeline-rank goes with it)"
 CONSTANT = "the scale is constant or dynamic"
@@ -144,6 +148,7 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position",
      lambda s: not s.use_rope_scaling, "needs --use-rope-scaling"),
     ("max_position_embeddings", lambda s: s.position_embedding_type == "none", "there are no positions to limit"),
+    ("reset_position_ids", lambda s: s.position_embedding_type == "none", "there are no positions to reset"),
     ("num_query_groups", lambda s: not s.group_query_attention, "needs --group-query-attention"),
     ("openai_gelu", lambda s: s.swiglu, "the MLP's activation is SwiGLU's, not GELU"),
     ("add_qkv_bias", lambda s: not s.disable_bias_linear, "every linear has a bias without --disable-bias-linear"),
@@ -171,6 +176,7 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("data_order", lambda s: s.dataset_name is not None, "--dataset-name is read in its own order"),
     ("data_cache_path", lambda s: s.data_order != "megatron", "needs --data-order megatron; the keyed order has no index"),
     ("valid_data_path", lambda s: s.eval_interval is None, "needs --eval-interval"),
+    ("fim_spm_rate fim_prefix_id fim_middle_id fim_suffix_id", lambda s: s.fim_rate == 0, "needs --fim-rate above 0"),
     ("tokenizer_model", lambda s: s.tokenizer_type not in FROM_MODEL,
      f"needs --tokenizer-type {' or '.join(FROM_MODEL)}"),
     ("vocab_file merge_file", lambda s: s.tokenizer_type != "GPT2BPETokenizer", "needs --tokenizer-type GPT2BPETokenizer"),
@@ -266,8 +272,12 @@ def missing(s: Values) -> Iterator[Problem]:
             yield about(s, f"recompute_granularity {name}", "the second is missing", f"give it, for example {values}")
     if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None and s.lr_wsd_decay_samples is None:
         yield about(s, "lr_decay_style", "the length of the final decay is missing", "add --lr-wsd-decay-iters")
-    if s.eod_mask_loss and s.tokenizer_type is None:
-        yield about(s, "eod_mask_loss", "which token ends a document is unknown", "add --tokenizer-type")
+    for name in NEED_EOD:
+        if getattr(s, name) and s.tokenizer_type is None:
+            yield about(s, name, "which token ends a document is unknown", "add --tokenizer-type")
+    lacking = [name for name in FIM_IDS if s.fim_rate and getattr(s, name) is None]
+    if lacking:
+        yield about(s, " ".join(["fim_rate", *lacking]), "which tokens mark the parts is unknown", "give their ids")
     if s.dry_run:
         return
     if s.lr is None:
@@ -315,6 +325,8 @@ def _out_of_range(s: Values, name: str, value: Any) -> Problem | None:
         return about(s, name, "must be above 0", "leave it out for the default, or give a positive number")
     if name in SHARES and not 0 <= value < 1:
         return about(s, name, "must lie in [0, 1)", f"nearest value that works: {0 if value < 0 else 0.99}")
+    if name in WHOLE_SHARES and not 0 <= value <= 1:
+        return about(s, name, "must lie in [0, 1]", f"nearest value that works: {0 if value < 0 else 1}")
     if name == "rotary_percent" and not 0 < value <= 1:
         return about(
             s, name, "must lie in (0, 1]", "nearest value that works: 1.0" if value > 1 else "for example 0.5 or 1.0"
@@ -346,3 +358,16 @@ def compression(s: Values) -> Iterator[Problem]:
     if s.pipeline_schedule in ASYNCHRONOUS and have(s.pipeline_model_parallel_size) and s.pipeline_model_parallel_size != 1:
         text = "contradict each other: gradients of an asynchronous pipeline are late already, and stages skip steps alone"
         yield about(s, "grad_compression pipeline_schedule", text, "take a schedule that flushes (1f1b)")
+
+
+def marks(s: Values) -> Iterator[Problem]:
+    """The three tokens of fill-in-the-middle: different ones, of the vocabulary."""
+    ids = [getattr(s, name) for name in FIM_IDS]
+    if not s.fim_rate or not have(*ids):
+        return
+    if len(set(ids)) < len(ids):
+        yield about(s, " ".join(FIM_IDS), "prefix, middle and suffix need a token each", "give three different ids")
+    for name, mark in zip(FIM_IDS, ids, strict=True):
+        if have(s.vocab_size) and mark >= s.vocab_size:
+            text = f"the vocabulary has {s.vocab_size} ids, from 0 to {s.vocab_size - 1}"
+            yield about(s, f"{name} vocab_size", text, nearest_values(**{name: [s.vocab_size - 1]}))

@@ -34,6 +34,7 @@ from megatron_lite.rules import (
     conflicts,
     have,
     inert,
+    marks,
     missing,
     nearest,
     nearest_values,
@@ -57,7 +58,7 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given)]
     for rules in (_attention, _positions, _layout, _zero, compression, batch_rules.batch, _rampup, batch_rules.skipping,
-                  _pipeline, _asynchronous, _activations, _scale, _fp8, _rate, _warmup, _data):  # fmt: skip
+                  _pipeline, _asynchronous, _activations, _scale, _fp8, _rate, _warmup, _data, marks):  # fmt: skip
         problems += rules(values)
     return problems
 

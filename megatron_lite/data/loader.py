@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from megatron_lite.data.documents import Resets
 from megatron_lite.data.indexed import DataError
 from megatron_lite.rampup import BatchSizes
 
@@ -38,10 +39,13 @@ class Batch:
     tokens: torch.Tensor  # int64 [b, s]
     labels: torch.Tensor  # int64 [b, s]
     loss_mask: torch.Tensor  # float32 [b, s], 1 where the label counts
+    positions: torch.Tensor | None = None  # int64 [b, s] with --reset-position-ids
+    starts: torch.Tensor | None = None  # int64 [b, s] with --reset-attention-mask; see data/documents.py
 
     def pinned(self) -> "Batch":
         """The same in page-locked memory. Needs CUDA."""
-        return Batch(*(getattr(self, field.name).pin_memory() for field in fields(self)))
+        held = (getattr(self, field.name) for field in fields(self))
+        return Batch(*(None if tensor is None else tensor.pin_memory() for tensor in held))
 
 
 NOTHING = Batch(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0))
@@ -73,6 +77,7 @@ class StepReader:
     end: int | None = None  # samples from this number on are not read: rows without a loss stand in their places
     needed: bool = True  # False where neither tokens nor labels are looked at
     pin: bool = False  # page-locked memory, which a device copies from while the host goes on
+    resets: Resets | None = None  # what starts over behind each document
 
     def sample_numbers(self, consumed: int, microbatch: int) -> range:
         """Global numbers of the samples this rank puts into one microbatch."""
@@ -102,7 +107,8 @@ class StepReader:
         mask[len(inside) :] = 0.0
         if self.masked_token is not None:
             mask[tokens == self.masked_token] = 0.0
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(mask))
+        reset = self.resets.of(tokens) if self.resets else ()
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(mask), *reset)
 
 
 class Step(NamedTuple):
@@ -158,6 +164,8 @@ class BatchLoader:
         consumed_samples: int = 0,
         eod: int | None = None,
         eod_mask_loss: bool = False,
+        reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
         end: int | None = None,
         needed: bool = True,
         pin: bool = False,
@@ -172,11 +180,13 @@ class BatchLoader:
             )
         if consumed_samples < 0 or prefetch < 0:
             raise ValueError(f"consumed_samples {consumed_samples} and prefetch {prefetch} must not be negative")
-        if eod_mask_loss and eod is None:
-            raise ValueError("--eod-mask-loss needs a tokenizer that has an end-of-document token")
+        resetting = reset_position_ids or reset_attention_mask
+        if eod is None and (eod_mask_loss or resetting):
+            raise ValueError("--eod-mask-loss and --reset-... need a tokenizer that has an end-of-document token")
         masked = eod if eod_mask_loss else None
+        resets = Resets(eod, reset_position_ids, reset_attention_mask) if resetting else None
         self.reader = StepReader(
-            samples, micro_batch_size, batch_sizes, dp_rank, dp_size, vocab_size, masked, end, needed, pin
+            samples, micro_batch_size, batch_sizes, dp_rank, dp_size, vocab_size, masked, end, needed, pin, resets
         )
         self.consumed_samples = consumed_samples
         self.position: dict | None = None

@@ -9,13 +9,16 @@ The core, chosen in `core_attention` and nowhere else:
     CPU     block-causal batched matmuls: queries of a block of rows and their group folded into one matrix, keys up to
             the block's end, the mask on the diagonal block alone. Half the work of a full square, and each product large
             enough for the GEMM library: 2.8 x faster in training than SDPA on CPU.
-One new token against the keys and values of those before it, when text is made: `past.attend_one`.
+With `documents` (packing.py) a query sees its own document alone: CUDA takes the documents one by one, CPU goes
+row by row and skips the keys before a block's documents. One new token against those before it, when text is made:
+`past.attend_one`.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +26,7 @@ from torch import nn
 from megatron_lite.comm.mesh import Axis
 from megatron_lite.config import ModelConfig
 from megatron_lite.models.norm import NORMS
+from megatron_lite.models.packing import Documents
 from megatron_lite.models.past import Past
 from megatron_lite.models.rope import Rope, contiguous_like
 from megatron_lite.parallel.shard import Box, Init
@@ -70,27 +74,47 @@ def head_first(x: torch.Tensor) -> torch.Tensor:
     return torch.empty((b, k, s, g, d), dtype=x.dtype, device=x.device).permute(2, 0, 1, 3, 4)
 
 
+class _Tile(NamedTuple):
+    """Queries begin..end of some of the b k heads, and the keys first..end, which are all that they see."""
+
+    heads: slice
+    first: int
+    begin: int
+    end: int
+    row: int | None = None  # of the batch, where its documents cut it
+
+
+def _tiles(s: int, size: int, groups: int, documents: Documents | None) -> list[_Tile]:
+    """Blocks of `size` queries: of the whole batch, or of each row from the first document that the block holds a part of."""
+    blocks = [(i, min(i + size, s)) for i in range(0, s, size)]
+    if documents is None:
+        return [_Tile(slice(None), 0, begin, end) for begin, end in blocks]
+    return [_Tile(slice(row * groups, (row + 1) * groups), documents.first_key(row, begin), begin, end, row)
+            for row in range(len(documents.starts)) for begin, end in blocks]  # fmt: skip
+
+
 class _BlockCausal(torch.autograd.Function):
     """q [s, b, k, g, d] (already scaled), k and v [s, b, k, 1, d] -> [s, b, k, g, d]"""
 
     @staticmethod
-    def forward(ctx, q, k, v, p: float, generator: torch.Generator | None, block: int):
+    def forward(ctx, q, k, v, p: float, generator: torch.Generator | None, block: int, documents: Documents | None):
         s, b, groups, per_group, d = q.shape
         # [b k, s g, d] and [b k, s, d]; no copy where rope laid them out so, and never a view that keeps all of QKV alive
         q, k, v = (x.permute(1, 2, 0, 3, 4).reshape(b * groups, -1, d).contiguous() for x in (q, k, v))
         out = torch.empty((s, b, groups, per_group, d), dtype=q.dtype, device=q.device)
-        by_head = out.permute(1, 2, 0, 3, 4)  # [b, k, s, g, d]
+        by_head = out.view(s, b * groups, per_group, d).transpose(0, 1)  # [b k, s, g, d]
         keep_all = s <= KEEP_PROBABILITIES_UP_TO and ctx.needs_input_grad[0]
         kept, drops, future = [], [], _future(min(block, s), per_group, q)
-        for begin, end in _blocks(s, block):
-            probabilities = _probabilities(q, k, begin, end, per_group, future)  # [b k, (end - begin) g, end]
+        for tile in _tiles(s, block, groups, documents):
+            heads, first, begin, end, _ = tile  # h of the b k heads
+            probabilities = _probabilities(q, k, tile, per_group, future, documents)  # [h, (end - begin) g, end - first]
             kept.append(probabilities if keep_all else None)
             drops.append(_drop_scale(probabilities, p, generator))
             if drops[-1] is not None:
                 probabilities = probabilities * drops[-1]
-            rows = torch.bmm(probabilities, v[:, :end])  # [b k, (end - begin) g, d]
-            by_head[:, :, begin:end] = rows.view(b, groups, end - begin, per_group, d)
-        ctx.shape, ctx.block = (s, b, groups, per_group, d), block
+            rows = torch.bmm(probabilities, v[heads, first:end])  # [h, (end - begin) g, d]
+            by_head[heads, begin:end] = rows.view(-1, end - begin, per_group, d)
+        ctx.shape, ctx.block, ctx.documents = (s, b, groups, per_group, d), block, documents
         ctx.save_for_backward(q, k, v, *kept, *drops)
         return out
 
@@ -104,28 +128,26 @@ class _BlockCausal(torch.autograd.Function):
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         dk, dv = (torch.zeros(k.shape, dtype=exact, device=k.device) for _ in range(2))
         future = _future(min(ctx.block, s), per_group, q)
-        for n, (begin, end) in enumerate(_blocks(s, ctx.block)):
+        for n, tile in enumerate(_tiles(s, ctx.block, groups, ctx.documents)):
+            heads, first, begin, end, _ = tile
             rows = slice(begin * per_group, end * per_group)
             probabilities = kept[n]
             if probabilities is None:
-                probabilities = _probabilities(q, k, begin, end, per_group, future)
+                probabilities = _probabilities(q, k, tile, per_group, future, ctx.documents)
             drop = drops[n]
             used = probabilities if drop is None else probabilities * drop
-            dp = torch.bmm(dout[:, rows], v[:, :end].transpose(1, 2))
+            dp = torch.bmm(dout[heads, rows], v[heads, first:end].transpose(1, 2))
             if drop is not None:
                 dp *= drop
-            dv[:, :end] += torch.bmm(used.transpose(1, 2), dout[:, rows])
+            dv[heads, first:end] += torch.bmm(used.transpose(1, 2), dout[heads, rows])
             ds = torch._softmax_backward_data(dp, probabilities, -1, q.dtype, grad_input=dp)
-            dq[:, rows] = torch.bmm(ds, k[:, :end])
-            dk[:, :end] += torch.bmm(ds.transpose(1, 2), q[:, rows])
+            dq[heads, rows] = torch.bmm(ds, k[heads, first:end])
+            dk[heads, first:end] += torch.bmm(ds.transpose(1, 2), q[heads, rows])
         shape_q, shape_k = (b, groups, s, per_group, d), (b, groups, s, 1, d)
         dk, dv = dk.to(q.dtype), dv.to(q.dtype)
         back = (2, 0, 1, 3, 4)  # [b, k, s, g, d] -> [s, b, k, g, d]
-        return dq.view(shape_q).permute(back), dk.view(shape_k).permute(back), dv.view(shape_k).permute(back), None, None, None
-
-
-def _blocks(s: int, size: int) -> list[tuple[int, int]]:
-    return [(i, min(i + size, s)) for i in range(0, s, size)]
+        dq, dk, dv = (x.view(shape).permute(back) for x, shape in ((dq, shape_q), (dk, shape_k), (dv, shape_k)))
+        return dq, dk, dv, None, None, None, None
 
 
 def _future(block: int, per_group: int, like: torch.Tensor) -> torch.Tensor:
@@ -134,10 +156,15 @@ def _future(block: int, per_group: int, like: torch.Tensor) -> torch.Tensor:
     return mask.repeat_interleave(per_group, 0)
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, begin: int, end: int, per_group: int, future: torch.Tensor):
-    """softmax(q k^T) of query rows begin..end against keys 0..end.   -> [b k, (end - begin) g, end]"""
-    scores = torch.bmm(q[:, begin * per_group : end * per_group], k[:, :end].transpose(1, 2))
-    scores[:, :, begin:end] += future[: (end - begin) * per_group, : end - begin]  # the last block may be shorter
+def _probabilities(q: torch.Tensor, k: torch.Tensor, tile: _Tile, per_group: int, future: torch.Tensor,
+                   documents: Documents | None) -> torch.Tensor:  # fmt: skip
+    """softmax(q k^T) of the queries of a tile against its keys.   -> [h, (end - begin) g, end - first]"""
+    heads, first, begin, end, row = tile
+    scores = torch.bmm(q[heads, begin * per_group : end * per_group], k[heads, first:end].transpose(1, 2))
+    scores[:, :, begin - first :] += future[: (end - begin) * per_group, : end - begin]  # the last block may be shorter
+    mask = None if documents is None else documents.mask(row, begin, end, scores.dtype)  # [end - begin, n]
+    if mask is not None:
+        scores[:, :, : mask.shape[1]] += mask.repeat_interleave(per_group, 0)
     return torch.softmax(scores, -1, out=scores)
 
 
@@ -157,20 +184,33 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out.permute(2, 0, 1, 3).reshape(s, b, groups, per_group, d)
 
 
+def _sdpa_by_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
+    """`_sdpa` of each document by itself: a kernel call each, no mask, no work outside."""
+    s, b, groups, per_group, d = q.shape
+    pieces = []
+    for x in (q, _own(k), _own(v)):
+        rows = x.transpose(0, 1).reshape(b * s, -1, 1, d)  # the rows of the batch one after another: [b s, heads, 1, d]
+        pieces.append([part.permute(2, 1, 0, 3) for part in rows.split(documents.lengths)])  # [1, heads, n, d]
+    out = [nn.functional.scaled_dot_product_attention(*part, is_causal=True, scale=1.0, enable_gqa=per_group > 1)
+           for part in zip(*pieces, strict=True)]  # fmt: skip
+    joined = torch.cat([part[0].transpose(0, 1) for part in out])  # [b s, a, d]
+    return joined.view(b, s, groups, per_group, d).transpose(0, 1)
+
+
 def _own(x: torch.Tensor) -> torch.Tensor:
     """x in memory of its own: a slice that the backward keeps would keep all of QKV alive."""
     return x if x.untyped_storage().nbytes() == x.nbytes else x.contiguous()
 
 
-def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: float,
-                   generator: torch.Generator | None) -> torch.Tensor:  # fmt: skip
-    """Causal attention of scaled q [s, b, k, g, d] over k, v [s, b, k, 1, d] -> [s, b, k, g, d].
+def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: float, generator: torch.Generator | None,
+                   documents: Documents | None = None) -> torch.Tensor:  # fmt: skip
+    """Causal attention of scaled q [s, b, k, g, d] over k, v [s, b, k, 1, d] -> [s, b, k, g, d], within `documents`.
 
     Attention dropout needs our own generator, which SDPA does not take, so with dropout CUDA runs the block form too.
     """
     if q.is_cuda and (p == 0.0 or generator is None):
-        return _sdpa(q, k, v)
-    return _BlockCausal.apply(q, k, v, p, generator, BLOCK_ROWS[q.dtype])
+        return _sdpa(q, k, v) if documents is None else _sdpa_by_document(q, k, v, documents)
+    return _BlockCausal.apply(q, k, v, p, generator, BLOCK_ROWS[q.dtype], documents)
 
 
 class SelfAttention(nn.Module):
@@ -195,13 +235,15 @@ class SelfAttention(nn.Module):
         self.rope = Rope(model.rotary_interleaved)
 
     def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None, key: DropoutKey | None,
-                again: Again | None = None, replay: bool = False, past: Past | None = None) -> torch.Tensor:  # fmt: skip
-        """`again` makes x anew, see parallel/tensor.py. In a replay the backward follows at once. `past`: see models/past.py."""
+                again: Again | None = None, replay: bool = False, past: Past | None = None,
+                documents: Documents | None = None) -> torch.Tensor:  # fmt: skip
+        """`again` makes x anew, see parallel/tensor.py. In a replay the backward follows at once. `past`: see models/past.py,
+        `documents`: models/packing.py."""
         qkv = self.qkv_proj(x, again, replay)  # [s, b, k (g + 2) d]
-        attend = partial(self._attend, angles, key, past)
+        attend = partial(self._attend, angles, key, past, documents)
         return self.o_proj(recompute(attend, qkv) if self.recompute_core else attend(qkv))
 
-    def _attend(self, angles, key: DropoutKey | None, past: Past | None, qkv: torch.Tensor,
+    def _attend(self, angles, key: DropoutKey | None, past: Past | None, documents: Documents | None, qkv: torch.Tensor,
                 replay: bool = False) -> torch.Tensor:  # fmt: skip
         """Norms of q and k, positions, and the core.   [s, b, k (g + 2) d] -> [s, b, a d]. A replay changes nothing here.
 
@@ -222,6 +264,6 @@ class SelfAttention(nn.Module):
         generator = None
         if key is not None and self.model.attention_dropout > 0:
             generator = key.generator(qkv.device, self.layer, "attention", SHARDED)
-        core = partial(core_attention, p=self.model.attention_dropout, generator=generator)
+        core = partial(core_attention, p=self.model.attention_dropout, generator=generator, documents=documents)
         out = core(q, k, v) if past is None else past.attend(self.layer, q, k, v, core)  # [s, b, k, g, d]
         return out.reshape(s, b, self.heads * d)

@@ -23,6 +23,7 @@ from megatron_lite.config import ActivationConfig, ModelConfig
 from megatron_lite.models.attention import SelfAttention
 from megatron_lite.models.mlp import MLP
 from megatron_lite.models.norm import NORMS
+from megatron_lite.models.packing import NOT_PACKED, Documents, Packing
 from megatron_lite.models.past import Past
 from megatron_lite.models.rope import cos_sin
 from megatron_lite.offload import HostLayer, Offload
@@ -54,10 +55,10 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(f"{name}.mlp", model, tp, init, output_init, "mlp_act" in activations.modules)
 
     def forward(self, x: torch.Tensor, angles, key: DropoutKey | None, replay: bool = False,
-                past: Past | None = None) -> torch.Tensor:  # fmt: skip
+                past: Past | None = None, documents: Documents | None = None) -> torch.Tensor:  # fmt: skip
         """In a replay (recompute.py) the output's values are not needed, and the backward follows at once."""
         norm = self.input_layernorm
-        out = self.self_attn(norm(x), angles, key, self._again(norm, x), replay, past)
+        out = self.self_attn(norm(x), angles, key, self._again(norm, x), replay, past, documents)
         x = self._drop(out, "attention_output", key).add_(x)
         norm = self.post_attention_layernorm
         return self._drop(self.mlp(norm(x), self._again(norm, x), replay), "mlp_output", key).add_(x)
@@ -73,18 +74,23 @@ class TransformerLayer(nn.Module):
 
 
 class _AddPositions(torch.autograd.Function):
-    """x [s', b, h] + table[first : first + s'] of learned positions; each rank adds the positions it holds."""
+    """x [s', b, h] + table[at] of learned positions; each rank adds the positions it holds. `at`: a slice of them, the same
+    for every row of the batch, or int64 [s', b]."""
 
     @staticmethod
-    def forward(ctx, x, table, first: int):
-        ctx.table, ctx.rows = table, slice(first, first + x.shape[0])
-        return x + table[ctx.rows].unsqueeze(1)
+    def forward(ctx, x, table, at: slice | torch.Tensor):
+        ctx.table, ctx.at = table, at
+        return x + (table[at].unsqueeze(1) if isinstance(at, slice) else table[at])
 
     @staticmethod
     def backward(ctx, dy):
-        rows = ctx.rows
-        if ctx.table.requires_grad:
-            give(ctx.table, lambda grad: grad[rows].add_(dy.sum(1, dtype=grad.dtype)))
+        at = ctx.at
+        if not ctx.table.requires_grad:
+            return dy, None, None
+        if isinstance(at, slice):
+            give(ctx.table, lambda grad: grad[at].add_(dy.sum(1, dtype=grad.dtype)))
+        else:
+            give(ctx.table, lambda grad: grad.index_add_(0, at.flatten(), dy.flatten(0, 1).to(grad.dtype)))
         return dy, None, None
 
 
@@ -103,13 +109,16 @@ class Embedding(nn.Module):
             box = whole(name, shape, tp.axis.size, tp.axis.rank, partial)
             self.positions = parameter(shape, Shard(name, (box,), init, decay=True), tp.dtype, tp.device)
 
-    def forward(self, tokens: torch.Tensor, key: DropoutKey | None, past: Past | None = None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, key: DropoutKey | None, past: Past | None = None,
+                positions: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+        """`positions` int64 [b, s] where they are not 0, 1, 2, ... in every row."""
         x = embed(self.weight, tokens.t(), self.tp)
         if self.positions is not None and past is not None and past.lengths:
             x = x + self.positions[past.positions(x.device)]  # [1, b, h]
         elif self.positions is not None:
             first = self.tp.axis.rank * x.shape[0] if self.tp.sequence_parallel else 0
-            x = _AddPositions.apply(x, self.positions, first)
+            rows = slice(first, first + x.shape[0])
+            x = _AddPositions.apply(x, self.positions, rows if positions is None else positions.t()[rows])
         if key is None or self.p == 0.0:
             return x
         role = SHARDED if self.tp.sequence_parallel else REPLICATED
@@ -198,21 +207,23 @@ class TransformerStage(nn.Module):
         """Gradient contributions of a parameter per microbatch: two for an embedding that is also the output layer."""
         return 2 if self.last and self.first and self.head is None and param is self.embedding.weight else 1
 
-    def hidden(self, x: torch.Tensor, key: DropoutKey | None, past: Past | None = None) -> torch.Tensor:
+    def hidden(self, x: torch.Tensor, key: DropoutKey | None, past: Past | None = None,
+               packing: Packing = NOT_PACKED) -> torch.Tensor:  # fmt: skip
         """tokens [b, s] on the first stage, else [s/tp or s, b, h]  ->  [s/tp or s, b, h] after this stage's layers.
 
         With `past` (no gradients, no sequence parallelism): the prompts, then [b, 1], the next token of each row.
+        `packing`: what the documents in the rows change.
         """
         length = x.shape[1] if self.first else x.shape[0] * (self.tp.axis.size if self.tp.sequence_parallel else 1)
         if self.first:
-            x = self._embedded(x, key, past)
-        angles = self._angles(length, x.device, past)
+            x = self._embedded(x, key, past, packing)
+        angles = self._angles(length, x.device, past, packing)
         below: HostLayer | None = None  # what the layer before keeps, where that is in host memory
         for span in self.spans:
             units = [f"layers.{layer.layer}" for layer in self.layers[span.start : span.stop]]
             for unit in units:
                 x = self.weights.gather(unit, x)
-            run, here = partial(self._through, span, angles, key, past), None
+            run, here = partial(self._through, span, angles, key, past, packing.documents), None
             if span.treatment == RECOMPUTED:
                 x = recompute(run, x)
             elif span.treatment == OFFLOADED and torch.is_grad_enabled():
@@ -228,19 +239,19 @@ class TransformerStage(nn.Module):
             self.offload.settle()
         return x
 
-    def _through(self, span: Span, angles, key: DropoutKey | None, past: Past | None, x: torch.Tensor,
-                 replay: bool = False) -> torch.Tensor:  # fmt: skip
+    def _through(self, span: Span, angles, key: DropoutKey | None, past: Past | None, documents: Documents | None,
+                 x: torch.Tensor, replay: bool = False) -> torch.Tensor:  # fmt: skip
         """x after the layers of a span. Of a replay the last layer's output is not needed."""
         for i in range(span.start, span.stop):
-            x = self.layers[i](x, angles, key, replay and i == span.stop - 1, past)
+            x = self.layers[i](x, angles, key, replay and i == span.stop - 1, past, documents)
         return x
 
-    def _embedded(self, tokens: torch.Tensor, key: DropoutKey | None, past: Past | None) -> torch.Tensor:
+    def _embedded(self, tokens: torch.Tensor, key: DropoutKey | None, past: Past | None, packing: Packing) -> torch.Tensor:
         """tokens [b, s] -> [s/tp or s, b, h]"""
         units = [unit for unit in self.order() if unit.startswith("embed_")]
         for unit in units:
             tokens = self.weights.gather(unit, tokens)
-        x = self.embedding(tokens, key, past)
+        x = self.embedding(tokens, key, past, packing.positions)
         for unit in units:
             x = self.weights.free(unit, x)
         return x
@@ -254,12 +265,13 @@ class TransformerStage(nn.Module):
         return column_linear(x, self.output_weight, None, self.tp)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, mask: torch.Tensor | None = None,
-                key: DropoutKey | None = None) -> torch.Tensor:  # fmt: skip
+                key: DropoutKey | None = None, packing: Packing = NOT_PACKED) -> torch.Tensor:  # fmt: skip
         """The activation for the next stage, or on the last stage the sum over tokens of mask x loss.
 
-        labels, mask [b, s] are read on the last stage alone. `key` is None in evaluation: no dropout.
+        labels, mask [b, s] are read on the last stage alone. `key` is None in evaluation: no dropout. `packing` is
+        needed on every stage.
         """
-        x = self.hidden(x, key)
+        x = self.hidden(x, key, packing=packing)
         if not self.last:
             return x
         logits = self.logits(x).flatten(0, 1)  # [s b, V/tp]
@@ -267,12 +279,15 @@ class TransformerStage(nn.Module):
                              self.model.label_smoothing)  # fmt: skip
         return self.weights.free("head", loss)
 
-    def _angles(self, length: int, device: torch.device, past: Past | None):
-        """cos and sin of the rotary positions 0..length-1, computed once per length, or of each row's next one."""
+    def _angles(self, length: int, device: torch.device, past: Past | None, packing: Packing):
+        """cos and sin of the rotary positions 0..length-1, computed once per length, or of each row's own or next ones."""
         if self.model.position_embedding_type != "rope":
             return None
         if past is not None and past.lengths:
             return cos_sin(self.model, past.positions(device), self.tp.dtype)
         if self.angles is None or self.angles[0].shape[0] != length:
             self.angles = cos_sin(self.model, torch.arange(length, device=device), self.tp.dtype)
-        return self.angles
+        if packing.positions is None:
+            return self.angles
+        at = packing.positions.t()
+        return tuple(table[at] for table in self.angles)  # [s, b, rot/2]

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_lite.comm.p2p import P2P
+from megatron_lite.models.packing import NOT_PACKED, Packing
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.parallel.wgrad import add_now
 from megatron_lite.pipeline.recorder import Clock, HostClock, Recorder, clock_of
@@ -33,12 +34,14 @@ AHEAD = 2  # receives posted before they are needed
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one microbatch brings to the first and last stage: tokens, labels [b, s], mask [b, s]; `key` None = no dropout."""
+    """What one microbatch brings to the first and last stage: tokens, labels [b, s], mask [b, s]; `key` None = no dropout.
+    `packing` is of use to every stage: each rank has read it with the tokens."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
     mask: torch.Tensor
     key: DropoutKey | None = None
+    packing: Packing = NOT_PACKED
 
 
 @dataclass
@@ -167,7 +170,7 @@ class Executor:
         x = batch.tokens if chunk.first else self._take("activation", step, run)
         if not chunk.first and training:
             x.requires_grad_()
-        out = chunk(x, batch.labels, batch.mask, batch.key)
+        out = chunk(x, batch.labels, batch.mask, batch.key, batch.packing)
         if not chunk.last:
             self._give(step, out.detach(), run)  # first of all: the next stage waits for it
         if training:

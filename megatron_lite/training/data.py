@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_lite.config import Config
 from megatron_lite.data.blend import BlendedSamples, read_blend
+from megatron_lite.data.fim import Fim, FimSamples
 from megatron_lite.data.indexed import DataError, IndexedDataset
 from megatron_lite.data.loader import BatchLoader, Samples
 from megatron_lite.data.megatron_order import megatron_samples
@@ -173,18 +174,26 @@ def build_evaluation(trainer: Trainer, splits: Splits, samples: Samples, whole: 
 
 def _loader(trainer: Trainer, splits: Splits, samples: Samples, sizes: BatchSizes, **options) -> BatchLoader:
     config, mesh, asynchronous = trainer.config, trainer.mesh, trainer.settled.pipeline.asynchronous
+    data = config.data
+    resetting = data.reset_position_ids or data.reset_attention_mask
+    if data.fim_rate:
+        fim = Fim(data.fim_rate, data.fim_spm_rate, data.fim_prefix_id, data.fim_middle_id, data.fim_suffix_id, splits.eod)
+        samples = FimSamples(samples, fim, config.train.seed, data.vocab_size)
     return BatchLoader(
         samples,
         micro_batch_size=config.train.micro_batch_size,
         batch_sizes=sizes,
         dp_rank=mesh.dp.rank,
         dp_size=mesh.dp.size,
-        vocab_size=config.data.vocab_size,
+        vocab_size=data.vocab_size,
         eod=splits.eod,
-        eod_mask_loss=config.data.eod_mask_loss,
-        # the first stage reads tokens, the last labels; all count tokens where each stage ends its steps alone
-        needed=asynchronous or any(chunk.first or chunk.last for chunk in trainer.chunks),
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        # the first stage reads tokens, the last labels, all where documents start; all count tokens where each stage ends its
+        # steps alone
+        needed=asynchronous or resetting or any(chunk.first or chunk.last for chunk in trainer.chunks),
         pin=mesh.device.type == "cuda",
-        prefetch=config.data.num_workers,
+        prefetch=data.num_workers,
         **options,
     )

@@ -10,6 +10,7 @@ import torch
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Mesh
 from megatron_lite.data.loader import Batch
+from megatron_lite.models.packing import packing_of
 from megatron_lite.optim.clip import clip_coefficient, square_sum
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.pipeline.executor import Microbatch, Result
@@ -79,5 +80,5 @@ def with_keys(batches: Sequence[Batch], mesh: Mesh, seed: int, iteration: int | 
         if iteration is not None:
             key = DropoutKey(seed, iteration, j * mesh.dp.size + mesh.dp.rank, mesh.tp.rank)
         tensors = (t.to(mesh.device, non_blocking=True) for t in (batch.tokens, batch.labels, batch.loss_mask))
-        out.append(Microbatch(*tensors, key))
+        out.append(Microbatch(*tensors, key, packing_of(batch.positions, batch.starts, mesh.device)))
     return out

@@ -106,11 +106,11 @@ def run_layout(rank, world, config, steps, shared_memory=True):
     return run_steps(build_trainer(config, mesh), range(steps))
 
 
-def run_steps(trainer, steps):
+def run_steps(trainer, steps, batches=local_batches):
     """What this rank has to show for some steps: losses, norms, gradients of the first and parameters after the last."""
     losses, norms, grads, peaks, held = [], [], [], [], []
     for step in steps:
-        report = train_step(trainer, local_batches(trainer.config, trainer.mesh, step), step, step * GLOBAL_BATCH)
+        report = train_step(trainer, batches(trainer.config, trainer.mesh, step), step, step * GLOBAL_BATCH)
         losses.append(report.loss)
         norms.append(report.grad_norm)
         if not peaks:

@@ -26,6 +26,8 @@ BASE = f"{SIZES} {RUN}"
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 16"
 STALE = f"{PP2} --untie-embeddings-and-output-weights --pipeline-schedule"
 ROPE = f"{BASE} --position-embedding-type rope"
+BYTES = "--tokenizer-type ByteTokenizer --vocab-size 260"
+FIM = f"{BYTES} --fim-rate 0.5 --fim-prefix-id 1 --fim-middle-id 2 --fim-suffix-id 3"
 FIELDS = [field.name for group in GROUPS.values() for field in fields(group)]
 
 # (flags, world size, texts of which each must be in one line of the answer). One mistake each: one problem each.
@@ -219,6 +221,16 @@ BAD = [
     ("--tokenizer-type HuggingFaceTokenizer", 1, ["reads files, none is named"]),
     ("--tokenizer-type ByteTokenizer", 1, ["the tokenizer has 257 ids"]),
     ("--eod-mask-loss", 1, ["which token ends a document is unknown"]),
+    ("--reset-position-ids", 1, ["--reset-position-ids: which token ends a document is unknown"]),
+    ("--reset-attention-mask", 1, ["--reset-attention-mask: which token ends a document is unknown"]),
+    ("--fim-rate 0.5 --fim-prefix-id 1 --fim-middle-id 2 --fim-suffix-id 3", 1, ["--fim-rate 0.5: which token ends a document"]),
+    (f"{BYTES} --fim-rate 0.5 --fim-prefix-id 1", 1, ["--fim-rate 0.5 --fim-middle-id --fim-suffix-id: which tokens mark"]),
+    (f"{FIM} --fim-rate 1.5", 1, ["--fim-rate 1.5: must lie in [0, 1]; nearest value that works: 1"]),
+    ("--fim-spm-rate 0.1", 1, ["--fim-spm-rate 0.1: has no effect: needs --fim-rate above 0"]),
+    (f"{FIM} --fim-middle-id 1", 1, ["--fim-prefix-id 1 --fim-middle-id 1 --fim-suffix-id 3: prefix, middle and suffix need"]),
+    (f"{FIM} --fim-suffix-id 999", 1, ["--fim-suffix-id 999 --vocab-size", "nearest values that work: --fim-suffix-id"]),
+    (f"{BYTES} --position-embedding-type none --reset-position-ids", 1, ["--reset-position-ids: has no effect: there are no"]),
+    ("--dataloader-inter-document-masking", 1, ["use --reset-attention-mask"]),
 ]  # fmt: skip
 
 BAD_WHOLE = [
@@ -273,6 +285,7 @@ GOOD = [
     (f"{BASE} --lr-decay-style constant --lr-warmup-fraction .1 --lr-decay-iters 50", 1),
     (f"{BASE} --lr 0 --eval-interval 1 --eval-iters 2 --save out --persistent-save-interval 5 --load x --finetune", 1),
     (f"{BASE} --tokenizer-type ByteTokenizer --vocab-size 257 --eod-mask-loss --optimizer sgd --sgd-momentum 0", 1),
+    (f"{BASE} {FIM} --reset-position-ids --reset-attention-mask --fim-spm-rate 1", 1),
     (f"{BASE} --wandb-project p --wandb-exp-name e --no-overlap-grad-reduce", 2),
     ("--model llama3-8b --micro-batch-size 1 --dry-run --world-size 16 --tensor-model-parallel-size 16", 1),
     (f"{SIZES} --micro-batch-size 4 --lr 1 --train-samples 99 --data-path a --tokenizer-type ByteTokenizer --split=1",

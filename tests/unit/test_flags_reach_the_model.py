@@ -55,6 +55,7 @@ TEXT = f"{REAL} --tokenizer-type ByteTokenizer --vocab-size 257"
 STREAM = "--fp64 --train-iters 3 --tokenizer-type ByteTokenizer --vocab-size 257 --dataset-name {tmp}/texts"
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file {tmp}/vocab.json --merge-file {tmp}/merges.txt --vocab-size 300"
 RANKS = "--tokenizer-type TikTokenizer --tokenizer-model {tmp}/ranks.json"
+FIM = f"only {BYTES} --fim-rate 0.5 --fim-prefix-id 1 --fim-middle-id 2 --fim-suffix-id 3"
 
 # field -> (added to the base, added to the changed run, observable that must differ)
 ROWS = {
@@ -190,6 +191,13 @@ ROWS = {
     "tiktoken_num_special_tokens": (f"only {REAL} {RANKS}", "--tiktoken-num-special-tokens 5", "failure"),  # 1000 are too many
     "vocab_size": ("", "--vocab-size 41", "loss"),
     "eod_mask_loss": (f"only {BYTES}", "--eod-mask-loss", "loss"),
+    "reset_position_ids": (f"only {BYTES}", "--reset-position-ids", "loss"),
+    "reset_attention_mask": (f"only {BYTES}", "--reset-attention-mask", "loss"),
+    "fim_rate": (FIM, "--fim-rate 1", "loss"),
+    "fim_spm_rate": (FIM, "--fim-spm-rate 1", "loss"),
+    "fim_prefix_id": (FIM, "--fim-prefix-id 4", "loss"),
+    "fim_middle_id": (FIM, "--fim-middle-id 4", "loss"),
+    "fim_suffix_id": (FIM, "--fim-suffix-id 4", "loss"),
     "num_workers": ("", "--num-workers 0", "prefetch"),
     # training
     "micro_batch_size": ("", "--micro-batch-size 1", "built"),  # the loss must not change: tests/parity

@@ -285,7 +285,7 @@ def test_activations_are_what_a_layer_keeps(flags, recompute):
 @pytest.mark.parametrize("flags", [GPT + " --attention-dropout 0", LLAMA.replace("groups 2", "groups 8")])
 def test_activations_with_a_flash_kernel(flags, monkeypatch):
     """The form that CUDA takes, through CPU's flash kernel: Q, K, V, output and log-sum-exp, and never QKV beside them."""
-    monkeypatch.setattr(attention, "core_attention", lambda q, k, v, p, generator: attention._sdpa(q, k, v))
+    monkeypatch.setattr(attention, "core_attention", lambda q, k, v, p, generator, documents: attention._sdpa(q, k, v))
     monkeypatch.setattr(attention, "head_first", contiguous_like)  # of the layout that CUDA's core reads
     for recompute in ("", EVERY_MODULE):
         config = config_of(flags + recompute)
