@@ -22,7 +22,7 @@ from megatron_lite.checkpoint.agree import CheckpointError, agree
 from megatron_lite.comm.mesh import Mesh
 
 FILE = "run.json"
-PATIENCE = 5.0  # seconds: the process that a restart replaces may be about to end
+PATIENCE = 2.0  # seconds: a process that a restart replaces may be about to end
 
 
 class Claim(NamedTuple):
