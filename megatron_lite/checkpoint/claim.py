@@ -83,8 +83,8 @@ def lock(file: BinaryIO, directory: Path, patience: float) -> None:
             if time.monotonic() > deadline:
                 owner = read(file)
                 who = f"process {owner.get('pid', 'unknown')} on {owner.get('host', 'some host')}"
-                raise CheckpointError(f"--save {directory}: another run saves into it ({who}); wait for its end, or name a folder "
-                                      "of its own: checkpoints of two runs would take turns") from error  # fmt: skip
+                raise CheckpointError(f"--save {directory}: another run saves into it ({who}); wait for its end, or name "
+                                      "a folder of its own: checkpoints of two runs would take turns") from error  # fmt: skip
             time.sleep(0.1)
         except OSError:
             return  # a file system without locks: two runs in one folder are then the user's to avoid

@@ -61,7 +61,7 @@ def place_of(save: str, directory: str | None, run: str) -> Place:
     """This host's place for the copies of a run that saves into `save`; `directory` is on its local disk (default: the
     system's folder for temporary files). Raises CheckpointError where memory has no file system."""
     if not MEMORY.is_dir():
-        raise CheckpointError(f"--peer-checkpoint-interval: {MEMORY} is not there, and memory that outlives a process is kept in it")
+        raise CheckpointError(f"--peer-checkpoint-interval: {MEMORY} is not there; memory that outlives a process is kept in it")
     name = Path(f"megatron_lite-{os.getuid()}", hashlib.sha256(os.path.realpath(save).encode()).hexdigest()[:16], run)
     # Containers may share a host's name, but not the file system in memory.
     host = f"{socket.gethostname()} {boot_id()} {MEMORY.stat().st_dev}"

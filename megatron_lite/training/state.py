@@ -234,7 +234,8 @@ def refusal(trainer: Trainer, home: Home, meta: Mapping[str, Any]) -> str | None
     except CheckpointError as error:
         return f"it holds another model: {', '.join(error.problems)}"
     if meta["layout"] != layout_of(trainer.mesh):
-        return f"it was written at {' x '.join(f'{axis} {size}' for axis, size in meta['layout'].items() if size > 1) or '1 rank'}"
+        sizes = [f"{axis} {size}" for axis, size in meta["layout"].items() if size > 1]
+        return f"it was written at {' x '.join(sizes) or '1 rank'}"
     for group in ("parallel", "precision"):
         was, now = meta["config"][group], config.as_dict()[group]
         differing = [f"--{name.replace('_', '-')}" for name in now if was.get(name) != now[name]]

@@ -121,8 +121,8 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
     model.save_pretrained(tmp_path / "hf")
     largest, total = 16384 * 512 * 4, sum(p.numel() * 4 for p in model.parameters())
     assert total > 7 * largest
-    for command, load, save in (("hf-to-native", "hf", "native"), ("native-to-hf", "native", "back")):
-        arguments = [str(ROOT), str(ROOT / "tests" / "convert"), command, str(tmp_path / load), str(tmp_path / save)]
+    for command, source, target in (("hf-to-native", "hf", "native"), ("native-to-hf", "native", "back")):
+        arguments = [str(ROOT), str(ROOT / "tests" / "convert"), command, str(tmp_path / source), str(tmp_path / target)]
         done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True)
         before, peak = map(int, done.stdout.split()[-2:])
         print(f"{command}: peak {peak / 1e6:.0f} MB, {(peak - before) / 1e6:.0f} MB more than the imports alone")

@@ -96,10 +96,11 @@ def test_a_newer_checkpoint_and_another_run_win(pool, tmp_path):
         return answers[0]
 
     fresh = f"{tmp_path}/save holds no checkpoint yet: STARTING FRESH"
+    deeper = replace(config, "model", num_layers=6)
     for other, words in ((config_of("tp2", tmp_path / "save"), "it was written at dp 2"),
                          (config_of("zero3_dp2", tmp_path / "save"), "other settings of --zero-stage"),
                          (config_of("zero1_dp2", tmp_path / "save", "fp32"), "other settings of --bf16"),
-                         (replace(config, "model", num_layers=6), "another model: --num-layers: trained with 4, now 6")):  # fmt: skip
+                         (deeper, "another model: --num-layers: trained with 4, now 6")):  # fmt: skip
         iteration, said, recovered = says(other)
         assert (iteration, recovered) == (0, False) and words in said and fresh in said, said
     pool.run(saved, 2, 2, config, 1)

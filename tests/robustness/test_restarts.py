@@ -127,8 +127,8 @@ def test_an_elastic_restart(tmp_path, uninterrupted):
     finally:
         if run.poll() is None:
             os.killpg(run.pid, signal.SIGKILL)
-    wanted, found = uninterrupted("zero1")[0]["lm loss"], [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    losses = [(row["iteration"], row["lm loss"]) for row in found]
+    wanted, log = uninterrupted("zero1")[0]["lm loss"], (tmp_path / "log").read_text().splitlines()
+    losses = [(row["iteration"], row["lm loss"]) for row in map(json.loads, log)]
     assert all(loss == wanted[i] for i, loss in losses if i <= STEPS) and max(losses)[0] >= iteration + 8
     assert tracker(save) == max(losses)[0]
     assert nothing_is_left(place_of(str(save), str(tmp_path / "disk"), first["run"]))

@@ -28,7 +28,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def killed_somewhere(folder, everyone, asynchronous, draw):
-    """One run that is killed at a random moment of a random step while it saves after every step; its flags, and the latest then."""
+    """One run that is killed at a random moment of a random step while it saves after each; its flags, and the latest then."""
     save = folder / "save"
     flags = [*RUN, "--save", save, "--load", save, "--save-interval", 1, *(["--async-save"] if asynchronous else [])]
     job = Job(folder, *flags, ranks=2)
