@@ -77,7 +77,7 @@ class Peers:
         agree(lambda: place.prepare() if self.leads else None, self.world, "preparing copies in peers")
 
     def save(self, iteration: int, pieces: Iterable[Piece], meta: dict) -> None:
-        """Copy what this rank owns of `iteration`, as `save_checkpoint` takes it, to the disk and to the peer's memory.
+        """Copy what this rank owns of `iteration`, as `save_checkpoint` takes it (rank 0's `meta` counts), to the disk and to the peer's memory.
 
         Raises one CheckpointError on every rank if it failed on some: the copies before it are then still there.
         """
@@ -85,12 +85,14 @@ class Peers:
         memory, disk = (root / (TEMPORARY + name) for root in self.place.roots)
         try:
             agree(lambda: self._make(memory, disk), self.world, doing)
-            reports = agree(lambda: write_own(disk, self.rank, pieces), self.world, doing)
+            mine = meta if self.rank == 0 else None  # other ranks may know less; one manifest for all
+            answers = agree(lambda: (write_own(disk, self.rank, pieces), mine), self.world, doing)
+            reports, told = [report for report, _ in answers], answers[0][1]
             transfers = [Transfer(rank, (rank + self.distance) % self.world.size, file, size)
                          for rank, (files, _) in enumerate(reports) for file, size in files.items()]  # fmt: skip
             problems = self.relay.move(transfers, lambda t: disk / t.name, lambda t: memory / t.name)
             agree(partial(fail, problems), self.world, doing)
-            agree(lambda: self._publish((memory, disk), merge(iteration, reports, meta)), self.world, doing)
+            agree(lambda: self._publish((memory, disk), iteration, reports, told), self.world, doing)
         except CheckpointError:
             if self.leads:
                 discard(memory)
@@ -107,13 +109,15 @@ class Peers:
                 clean(folder.parent)
                 folder.mkdir()
 
-    def _publish(self, folders: Iterable[Path], manifest: Manifest) -> None:
+    def _publish(self, folders: Iterable[Path], iteration: int, reports: list, meta: dict) -> None:
         if self.leads:
+            text = to_text(merge(iteration, reports, meta))
             for folder in folders:
-                write_durably(folder / NAME, to_text(manifest))
+                final = folder.with_name(iteration_name(iteration))
+                write_durably(folder / NAME, text)
                 sync_folder(folder)
-                discard(folder.with_name(iteration_name(manifest.iteration)))  # of an earlier pass
-                os.rename(folder, folder.with_name(iteration_name(manifest.iteration)))
+                discard(final)  # of an earlier pass
+                os.rename(folder, final)
                 sync_folder(folder.parent)
 
     def remove(self) -> None:
@@ -145,6 +149,7 @@ class Peers:
                 why = "; ".join(problems_of(error))
             if why:
                 notes.append(f"the copy of iteration {generation.iteration} in peers is not used: {why}")
+        self.close_view()
         return None, notes
 
     def _list(self, notes: list[str]) -> tuple[dict[tuple[str, Generation], Path], dict[Generation, int]]:

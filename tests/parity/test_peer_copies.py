@@ -36,7 +36,7 @@ def copy_and_go_on(rank, world, config, folder):
     """Two steps, a copy, two more: (what the copy said, what the resumed run is compared with)."""
     trainer, said = trainer_of(config, world), []
     run_steps(trainer, range(BEFORE))
-    progress = Progress(BEFORE, BEFORE * GLOBAL_BATCH, "a-wandb-id")
+    progress = Progress(BEFORE, BEFORE * GLOBAL_BATCH, "a-wandb-id" if rank == 0 else None)  # the log is rank 0's
     Saver(trainer, Progress(), said.append, home_of(trainer.mesh, folder)).copy(progress)
     return said[0], run_steps(trainer, range(BEFORE, BEFORE + AFTER))
 
