@@ -77,7 +77,8 @@ class Peers:
         agree(lambda: place.prepare() if self.leads else None, self.world, "preparing copies in peers")
 
     def save(self, iteration: int, pieces: Iterable[Piece], meta: dict) -> None:
-        """Copy what this rank owns of `iteration`, as `save_checkpoint` takes it (rank 0's `meta` counts), to the disk and to the peer's memory.
+        """Copy what this rank owns of `iteration`, as `save_checkpoint` takes it, to the disk and to the peer's memory; `meta` is
+        rank 0's.
 
         Raises one CheckpointError on every rank if it failed on some: the copies before it are then still there.
         """
