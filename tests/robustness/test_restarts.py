@@ -3,10 +3,12 @@ And runs that are not to start: a second one in the folder, one whose folder can
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -65,7 +67,6 @@ def goes_on(folder, layout, uninterrupted, *more):
     found, shards = what_it_was(folder, folder / "log")
     wanted, wanted_shards = uninterrupted(layout)
     first = min(found["lm loss"])
-    assert 4 <= first <= STEPS
     assert found == {key: {i: value for i, value in of.items() if i >= first} for key, of in wanted.items()}
     assert shards == wanted_shards
     return job.out(), first - 1
@@ -81,6 +82,24 @@ def test_kill_9_and_on_from_memory(tmp_path, uninterrupted, layout):
     said, iteration = goes_on(tmp_path, layout, uninterrupted)
     assert f"loading iteration {iteration} from copies in host memory (" in said and iteration >= 4 and iteration % 2 == 0
     assert "save holds no checkpoint yet)" in said and nothing_is_left(place)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12))
+def test_kill_9_while_copying(tmp_path, uninterrupted, seed):
+    """One rank or all, at a random moment of a run that copies every step: on from the last copy that was said, or a newer."""
+    draw = random.Random(seed)
+    layout, save, often = draw.choice(list(LAYOUTS)), tmp_path / "save", ("--peer-checkpoint-interval", 1)
+    job = Job(tmp_path, *with_copies(layout, save, *often), ranks=2)
+    job.until(f"iteration {draw.randrange(1, STEPS - 5):8d}/")
+    time.sleep(draw.uniform(0.0, 0.05))
+    for process in job.processes if seed % 2 else [draw.choice(job.processes)]:
+        process.kill()
+    assert -1000 not in job.wait(30), job.err()
+    said = [int(number) for number in re.findall(r"iteration (\d+) is copied", job.out())]
+    out, iteration = goes_on(tmp_path, layout, uninterrupted, *often)
+    assert iteration >= max(said, default=0)
+    assert (f"loading iteration {iteration} from copies in host memory" if iteration else "STARTING FRESH") in out
 
 
 def flip(path):
