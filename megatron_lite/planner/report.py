@@ -212,4 +212,5 @@ def copies(config: Config, grid: Grid) -> str:
     weight, _, optimizer = full_state_bytes(config)
     state = count_parameters(config) * (optimizer + (0 if config.precision.master_weights else weight))
     each = f"{size(state / grid.world_size)} of host memory and as much of the local disk for each rank of a node"
-    return folded(f"copies in peers, every {every} steps: {each}; twice that while the next is written")
+    often = "every step" if every == 1 else f"every {every} steps"
+    return folded(f"copies in peers, {often}: {each}; twice that while the next is written")
