@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import GLOBAL_BATCH, GPT, assert_same_bits, cases, config_for, merge, replace, run_steps
+from layouts import GLOBAL_BATCH, GPT, assert_same_bits, config_for, merge, replace, run_steps, slow
 
 from megatron_lite.checkpoint.claim import Claim
 from megatron_lite.checkpoint.peers import Peers
@@ -57,7 +57,7 @@ def config_of(layout, folder, precision="bf16", **flags):
     return replace(config, "checkpoint", save=str(folder), load=str(folder), peer_checkpoint_interval=1)
 
 
-@pytest.mark.parametrize("layout", cases(["zero1_dp2", "tp2", "pp2"], LAYOUTS))
+@pytest.mark.parametrize("layout", [name if name in ("zero1_dp2", "tp2", "pp2") else slow(name) for name in LAYOUTS])
 def test_the_same_bits(pool, tmp_path, layout):
     """With dropout, from fp32 masters; the second time without what one host's memory held."""
     world = LAYOUTS[layout][0]

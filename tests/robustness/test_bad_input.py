@@ -27,7 +27,7 @@ SIZES = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 3
 MOCK = [*SIZES, "--mock-data", "--vocab-size", "128", "--hidden-dropout", "0.1"]
 
 
-def be_a_rank(argv, env, folder, rank, file_limit, user):
+def be_a_rank(argv, env, folder, rank, file_limit):
     """Body of a forked rank: becomes `python pretrain_gpt.py argv` with its own output files."""
     for fd, name in ((1, f"out-{rank}"), (2, f"err-{rank}")):
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), fd)
@@ -41,11 +41,6 @@ def be_a_rank(argv, env, folder, rank, file_limit, user):
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
     from pretrain_gpt import main
 
-    if user is not None:
-        os.setgroups([])
-        os.setgid(user)
-        os.setuid(user)
-
     sys.exit(main(argv))
 
 
@@ -54,7 +49,7 @@ class Job:
 
     count = 0
 
-    def __init__(self, folder, *flags, ranks=1, file_limit=None, user=None):
+    def __init__(self, folder, *flags, ranks=1, file_limit=None):
         Job.count += 1
         self.folder = folder / f"job-{Job.count}"
         self.folder.mkdir()
@@ -68,7 +63,7 @@ class Job:
                 env |= {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks,
                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
             env = {key: str(value) for key, value in env.items()}
-            arguments = ([str(flag) for flag in flags], env, str(self.folder), rank, file_limit, user)
+            arguments = ([str(flag) for flag in flags], env, str(self.folder), rank, file_limit)
             self.processes.append(context.Process(target=be_a_rank, args=arguments, daemon=True))
             self.processes[-1].start()
 
