@@ -39,7 +39,7 @@ def pretrain(config: Config, eod: int | None, encode: Callable | None, started: 
     from megatron_lite.training.loop import Run
     from megatron_lite.training.setup import build_trainer, grid_of
     from megatron_lite.training.signals import StopSignal
-    from megatron_lite.training.state import restore
+    from megatron_lite.training.state import hold, restore
 
     check_sinks(config)
     stop = StopSignal().install()
@@ -50,13 +50,14 @@ def pretrain(config: Config, eod: int | None, encode: Callable | None, started: 
         launch.keep_heap()
     tell = say if rank == 0 else silent
     mesh = build_mesh(grid_of(config, world), device)
+    home = hold(config, mesh)
     trainer = build_trainer(config, mesh)
-    progress, what = restore(trainer)
+    progress, what = restore(trainer, home)
     for line in (*splits.notes, *trainer.settled.notes, what, f"ready to train after {time.time() - started:.1f} s"):
         tell(line)
     sinks = build_sinks(config, rank == 0, progress.wandb_id)
     try:
-        Run(trainer, splits, sinks, Interval(config, mesh), progress, stop, tell).train()
+        Run(trainer, splits, sinks, Interval(config, mesh), progress, stop, tell, home).train()
     finally:
         sinks.close()
 

@@ -44,6 +44,8 @@ ELSEWHERE = {
     "--multiple-validation-sets": "name the sets: --valid-data-path web=A code=B",
     "--log-throughput": "drop it: the log line always has the throughput",
     "--save-retain-interval": "use --save-retain N: the newest N checkpoints are kept",
+    "--non-persistent-save-interval": "use --peer-checkpoint-interval: copies in the memory of other nodes and on local disks",
+    "--non-persistent-local-ckpt-dir": "use --peer-checkpoint-dir",
     "--no-save-rng": "drop it: dropout and data order follow from --seed and the position, there is no random state to save",
     "--no-load-rng": "drop it: dropout and data order follow from --seed and the position, there is no random state to load",
     "--exit-on-missing-checkpoint": "drop it: a missing checkpoint is always an error, unless --save names the same folder",

@@ -312,6 +312,10 @@ class CheckpointConfig:
     save_retain: int | None = flag(None, "newest checkpoints that are kept; older ones go once it is safe (default: all)",
         type=int)  # fmt: skip
     async_save: bool = flag(False, "write checkpoints behind the training: a step waits only for a copy in host memory")
+    peer_checkpoint_interval: int = flag(0, "iterations between copies of each rank's state in another node's host memory and on "
+        "the local disk, from which a restart goes on first; 0: none")  # fmt: skip
+    peer_checkpoint_dir: str | None = flag(None, "folder on the local disk for these copies (default: the system's folder for "
+        "temporary files)", type=str)  # fmt: skip
     no_save_optim: bool = flag(False, "save weights only")
     load_iteration: int | None = flag(None, "iteration to load (default: the newest)", type=int, alias="--ckpt-step")
     no_verify_checkpoint: bool = flag(False, "load without comparing checksums")

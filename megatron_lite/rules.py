@@ -4,6 +4,7 @@ Most of them are tables: ranges, flags that exclude each other, flags that have 
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = (
     "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed "
     "pipemare_annealing_iters fp8_margin cpu_offloading_num_layers load_iteration grad_compression_start_iter "
-    "fim_prefix_id fim_middle_id fim_suffix_id"
+    "fim_prefix_id fim_middle_id fim_suffix_id peer_checkpoint_interval"
 ).split()
 ABOVE_ZERO = (
     "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
@@ -184,6 +185,14 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      "needs --tokenizer-type TikTokenizer"),
     ("save_interval save_interval_minutes save_weights_only_interval save_retain async_save no_save_optim",
      lambda s: s.save is None, "needs --save"),
+    ("peer_checkpoint_interval", lambda s: s.peer_checkpoint_interval and not same_folder(s.save, s.load),
+     "needs --save and --load with the same folder: only then does a restart go on from copies"),
+    ("peer_checkpoint_interval",
+     lambda s: s.peer_checkpoint_interval and (s.finetune or s.no_load_optim or have(s.load_iteration)),
+     "a run that is told what to load does not go on from copies"),
+    ("peer_checkpoint_interval", lambda s: have(s.peer_checkpoint_interval, s.train_iters)
+     and s.peer_checkpoint_interval >= s.train_iters > 0, "the run ends before its first copy"),
+    ("peer_checkpoint_dir", lambda s: not s.peer_checkpoint_interval, "needs --peer-checkpoint-interval"),
     ("no_load_optim finetune load_iteration no_verify_checkpoint use_checkpoint_args", lambda s: s.load is None, "needs --load"),
     ("wandb_exp_name wandb_entity wandb_save_dir", lambda s: s.wandb_project is None, "needs --wandb-project"),
     ("trace_start trace_steps", lambda s: s.trace_dir is None, "needs --trace-dir"),
@@ -239,6 +248,10 @@ def nearest_values(**choices: list[int]) -> str:
     texts = [f"{'world size' if name == 'world' else flag_name(name)} {' or '.join(map(str, numbers))}"
              for name, numbers in choices.items() if numbers]  # fmt: skip
     return f"nearest values that work: {', '.join(texts)}" if texts else ""
+
+
+def same_folder(one: str | None, other: str | None) -> bool:
+    return have(one, other) and os.path.abspath(one) == os.path.abspath(other)
 
 
 def have(*values: Any) -> bool:

@@ -85,6 +85,14 @@ def find_latest(directory: str | os.PathLike) -> int | None:
     return int(text)
 
 
+def tracked(directory: str | os.PathLike) -> int | None:
+    """The iteration that the tracker names, whether or not it is there; None where no tracker can be read."""
+    try:
+        return int((Path(directory) / TRACKER).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
 def newest_without_tracker(directory: Path) -> int | None:
     complete = complete_iterations(directory)
     if complete:

@@ -45,13 +45,31 @@ def load_checkpoint(
     and damaged tensors and files are collected and raised as one CheckpointError on every rank (a DamagedCheckpoint
     where bytes are not what was written); targets are then undefined.
     """
-    requests = list(requests)
     doing = f"loading {'the latest checkpoint' if iteration is None else f'iteration {iteration}'} from {directory}"
-    world = mesh.world
-    work = (lambda: locate(directory, iteration)) if world.rank == 0 else (lambda: None)
-    loader = Loader(agree(work, world, doing)[0], requests, verify)
+    work = (lambda: locate(directory, iteration)) if mesh.world.rank == 0 else (lambda: None)
+    folder = agree(work, mesh.world, doing)[0]
+    return load_folder(folder, requests, mesh, doing, verify=verify, strict=strict, check=check)
 
-    answers = agree(lambda: loader.prepare(check_sizes=world.rank == 0, check=check), world, doing)
+
+def load_folder(
+    folder: Path,
+    requests: Iterable[Request],
+    mesh: Mesh,
+    doing: str,
+    *,
+    verify: bool = True,
+    strict: bool = True,
+    check: Callable[[dict], None] | None = None,
+    complete: bool = True,
+) -> dict:
+    """As `load_checkpoint`, from an iteration's folder. `doing` begins an error's text. Not `complete`: each rank's folder has
+    the manifest and the files that this rank reads, not all (`verify` then has to be off: each rank verifies a share of all).
+    """
+    requests, world = list(requests), mesh.world
+    loader = Loader(folder, requests, verify)
+
+    check_sizes = complete and world.rank == 0
+    answers = agree(lambda: loader.prepare(check_sizes=check_sizes, check=check), world, doing)
     wanted, extra = loader.merge([answer.wanted for answer in answers], [answer.spaces for answer in answers])
     problems = [answer.problems for answer in answers]
     problems[0] = problems[0] + ([f"tensor {key}: stored, but no rank asks for it" for key in extra] if strict else [])

@@ -8,7 +8,7 @@ from megatron_lite.config import Config
 from megatron_lite.grid import Grid
 from megatron_lite.planner.automatic import choose_pipeline, flop_costs
 from megatron_lite.planner.flops import flops_per_iteration, flops_per_token, tokens_per_iteration
-from megatron_lite.planner.memory import StageMemory, attention_core, stage_memory, state_bytes
+from megatron_lite.planner.memory import StageMemory, attention_core, full_state_bytes, stage_memory, state_bytes
 from megatron_lite.planner.params import count_parameters
 from megatron_lite.planner.pipeline import Pipeline, is_automatic, pipeline_of, pipeline_warnings
 from megatron_lite.planner.recompute import in_words
@@ -28,7 +28,7 @@ def dry_run_report(config: Config, grid: Grid) -> str:
     pipeline = chosen.pipeline if chosen else pipeline_of(config)
     notes = [folded(chosen.report)] if chosen else warnings(config)
     picture = schedule_picture(pipeline, config.num_microbatches, chosen and chosen.costs)
-    parts = [draw_grid(grid), stage_table(config, pipeline), picture, *notes, work(config, grid)]
+    parts = [draw_grid(grid), stage_table(config, pipeline), picture, *notes, work(config, grid), copies(config, grid)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -205,3 +205,15 @@ def _row(first: StageMemory, last: StageMemory) -> tuple[str, ...]:
 
 def _span(first: int, last: int) -> str:
     return f"{first}" if first == last else f"{first}..{last}"
+
+
+def copies(config: Config, grid: Grid) -> str:
+    """What --peer-checkpoint-interval takes of memory and disk: masters (or exact weights) and moments, each element once."""
+    every = config.checkpoint.peer_checkpoint_interval
+    if not every:
+        return ""
+    weight, _, optimizer = full_state_bytes(config)
+    state = count_parameters(config) * (optimizer + (0 if config.precision.master_weights else weight))
+    each = f"{size(state / grid.world_size)} of host memory and as much of the local disk for each rank of a node"
+    often = "every step" if every == 1 else f"every {every} steps"
+    return folded(f"copies in peers, {often}: {each}; twice that while the next is written")

@@ -43,7 +43,9 @@ def steps_to_drain(config: Config, iteration: int) -> int:
     """Steps from `iteration` (finished ones) to the next drain of an asynchronous pipeline."""
     train = config.train
     every = [config.parallel.pipeline_drain_interval, train.eval_interval, train.exit_interval]
-    every.append(config.checkpoint.save_interval if config.checkpoint.save else None)
+    if config.checkpoint.save:
+        saves = config.checkpoint
+        every += [saves.save_interval, saves.save_weights_only_interval, saves.peer_checkpoint_interval]
     points = [n - iteration % n for n in every if n]
     return min([*points, max(train.train_iters - iteration, 1)])
 

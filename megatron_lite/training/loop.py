@@ -24,7 +24,7 @@ from megatron_lite.training.logging import Interval, Sinks, evaluation_lines, lo
 from megatron_lite.training.saving import Saver
 from megatron_lite.training.setup import Trainer
 from megatron_lite.training.signals import StopSignal
-from megatron_lite.training.state import Progress
+from megatron_lite.training.state import Home, Progress
 from megatron_lite.training.step import StepReport, train_step
 from megatron_lite.training.trace import Tracer
 
@@ -37,10 +37,10 @@ class Run:
     """A trainer with its data, its log and its progress."""
 
     def __init__(self, trainer: Trainer, splits: Splits, sinks: Sinks, interval: Interval, progress: Progress,
-                 stop: StopSignal, say: Callable[[str], None]):  # fmt: skip
+                 stop: StopSignal, say: Callable[[str], None], home: Home | None = None):  # fmt: skip
         self.trainer, self.splits, self.sinks, self.interval = trainer, splits, sinks, interval
         self.progress, self.stop, self.say = progress, stop, say
-        self.saver = Saver(trainer, progress, say)
+        self.saver = Saver(trainer, progress, say, home)
         self.started = time.monotonic()
         self.tracer = Tracer(trainer, progress.iteration) if trainer.recorder else None
         self.ledger = Ledger(trainer) if trainer.config.logging.log_memory else None  # until the first step is over
@@ -60,6 +60,8 @@ class Run:
             saved = f"saved last: iteration {last}" if last else "nothing was saved yet"
             raise TrainingError(f"after iteration {self.progress.iteration}: another rank is gone, and has said why unless "
                                 f"the system killed it; {saved}") from error  # fmt: skip
+        finally:
+            self.saver.home.leave()
 
     def _train(self) -> None:
         loader = self._loader()
@@ -211,10 +213,13 @@ class Run:
     def _save(self, last: bool) -> None:
         """Save what is due; at the end of a run the last iteration, and wait for what is still being written."""
         full, weights = self.saver.due(self.progress, last)
-        if full or weights:
+        copy = self.saver.copy_due(self.progress, last)
+        if full or weights or copy:
             if self.interval.skipped_in_a_row or not math.isfinite(self._params_norm()):
                 self.say(f"iteration {self.progress.iteration} is not saved: its gradient or its weights are not finite")
             else:
                 self.saver.save(self.progress, full, weights)
+                if copy:
+                    self.saver.copy(self.progress)
         if last:
-            self.saver.drain()
+            self.saver.finish(self.progress)

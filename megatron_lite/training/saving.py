@@ -1,4 +1,4 @@
-"""When a run saves, what, and how: at once, or behind the training with `--async-save`."""
+"""When a run saves, what, and how: at once, or behind the training with `--async-save`; and when it is copied to peers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
+from megatron_lite.checkpoint.agree import CheckpointError
 from megatron_lite.checkpoint.background import BackgroundSave, Snapshot
 from megatron_lite.checkpoint.boxes import Piece
 from megatron_lite.checkpoint.save import save_checkpoint
 from megatron_lite.comm import collectives as comm
 from megatron_lite.training.setup import Trainer
-from megatron_lite.training.state import WEIGHTS, Progress, meta_of, pieces_of
+from megatron_lite.training.state import WEIGHTS, Home, Progress, meta_of, pieces_of
 
 
 class Saver:
@@ -24,10 +25,11 @@ class Saver:
     one waits for it, so that memory holds one copy.
     """
 
-    def __init__(self, trainer: Trainer, progress: Progress, say: Callable[[str], None]):
-        self.trainer, self.flags, self.say = trainer, trainer.config.checkpoint, say
+    def __init__(self, trainer: Trainer, progress: Progress, say: Callable[[str], None], home: Home | None = None):
+        self.trainer, self.flags, self.say, self.home = trainer, trainer.config.checkpoint, say, home or Home()
         resumed = self.flags.load == self.flags.save and progress.iteration > 0
-        self.saved_iteration = progress.iteration if resumed else None  # that is safe
+        loaded = self.home.tracked if self.home.recovered else progress.iteration
+        self.saved_iteration = loaded if resumed else None  # that is safe
         self.last_started = self.saved_iteration
         self.clock = time.monotonic()
         self.snapshots = {"full": Snapshot(), WEIGHTS: Snapshot()}
@@ -75,6 +77,23 @@ class Saver:
         self.running[kind] = BackgroundSave(directory, iteration, pieces, meta, mesh, self.snapshots[kind], keep)
         self.say(f"iteration {iteration} is copied in {time.perf_counter() - started:.1f} s and being written to {directory}")
 
+    def copy_due(self, progress: Progress, last: bool) -> bool:
+        """Whether to copy this iteration to peers. At the end of a run there is a checkpoint instead."""
+        every = self.flags.peer_checkpoint_interval if self.home.peers else 0
+        ends = last or progress.iteration == self.trainer.config.train.train_iters
+        return bool(every) and not ends and progress.iteration % every == 0
+
+    def copy(self, progress: Progress) -> None:
+        """Copy the state to peers. A copy that fails is said and leaves the one before it: checkpoints do not depend on it."""
+        started = time.perf_counter()
+        meta = meta_of(self.trainer, progress) | {"tracked": self.home.tracked, "being_saved": self.last_started}
+        try:
+            self.home.peers.save(progress.iteration, pieces_of(self.trainer, True), meta)
+        except CheckpointError as error:
+            self.say(f"WARNING: no copy of iteration {progress.iteration} in peers: {error}")
+        else:
+            self.say(f"iteration {progress.iteration} is copied to peers in {time.perf_counter() - started:.1f} s")
+
     def poll(self) -> None:
         """Between two steps: bring what is being written further, if all ranks can. Raises CheckpointError if it failed."""
         for kind, save in list(self.running.items()):
@@ -84,6 +103,12 @@ class Saver:
         """Wait until everything is written. Raises CheckpointError if something could not be."""
         for kind in list(self.running):
             self._finish(kind)
+
+    def finish(self, progress: Progress) -> None:
+        """At the end of a run: drain, and give back what copies in peers took, once a checkpoint is as new."""
+        self.drain()
+        if self.home.peers and self.saved_iteration == progress.iteration:
+            self.home.peers.remove()
 
     def _finish(self, kind: str) -> None:
         if kind in self.running:
@@ -97,5 +122,5 @@ class Saver:
 
     def _saved(self, kind: str, iteration: int, folder: Path, how: str) -> None:
         if kind == "full":
-            self.saved_iteration = iteration
+            self.saved_iteration = self.home.tracked = iteration
         self.say(f"saved {folder} {how}")

@@ -13,18 +13,22 @@ Dropout and data order are functions of seed and position (rng.py, data/samples.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import megatron_lite
 from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint, agree
 from megatron_lite.checkpoint.boxes import Piece, Request, flat_pieces, flat_requests
-from megatron_lite.checkpoint.folder import Choice, decide, iteration_folder, older
-from megatron_lite.checkpoint.load import load_checkpoint
+from megatron_lite.checkpoint.claim import Claim, claim
+from megatron_lite.checkpoint.folder import Choice, decide, iteration_folder, older, tracked
+from megatron_lite.checkpoint.load import load_checkpoint, load_folder
 from megatron_lite.checkpoint.manifest import Manifest, read_manifest
+from megatron_lite.checkpoint.peers import Peers
+from megatron_lite.checkpoint.places import place_of
 from megatron_lite.checkpoint.save import save_checkpoint
 from megatron_lite.comm.mesh import Mesh
 from megatron_lite.config import Config
@@ -122,20 +126,51 @@ def save(trainer: Trainer, progress: Progress) -> Path:
     return save_checkpoint(flags.save, progress.iteration, pieces, meta_of(trainer, progress), trainer.mesh, flags.save_retain)
 
 
-def restore(trainer: Trainer) -> tuple[Progress, str]:
+@dataclass
+class Home:
+    """The folder of --save, which is this run's alone until `leave`, and the copies of its state in peers."""
+
+    claim: Claim | None = None
+    peers: Peers | None = None
+    tracked: int | None = None  # the iteration that the folder's tracker names
+    recovered: bool = False  # the run goes on from a copy in peers
+
+    def leave(self) -> None:
+        if self.claim is not None:
+            self.claim.release()
+
+
+def hold(config: Config, mesh: Mesh) -> Home:
+    """Take the folder of --save for this run. Collective. Raises CheckpointError where another run has it, or it cannot be
+    written."""
+    flags, world = config.checkpoint, mesh.world
+    if flags.save is None:
+        return Home()
+    claimed, peers = claim(flags.save, mesh), None
+    if flags.peer_checkpoint_interval:
+        places = agree(lambda: place_of(flags.save, flags.peer_checkpoint_dir, claimed.run), world, "preparing copies in peers")
+        peers = Peers(mesh, places[world.rank])
+    latest = agree(lambda: tracked(flags.save) if world.rank == 0 else None, world, "reading the tracker")[0]
+    return Home(claimed, peers, latest)
+
+
+def restore(trainer: Trainer, home: Home | None = None) -> tuple[Progress, str]:
     """Load what the configuration asks for into the trainer; where to go on from, and a line that says what was done."""
     config, mesh, flags = trainer.config, trainer.mesh, trainer.config.checkpoint
     choice = decide(flags.load, flags.save, mesh, flags.load_iteration)
+    if home is not None and home.peers is not None:
+        meta, says = recover(trainer, home, choice)
+        if meta is not None:
+            return resume(trainer, meta), says
+        choice = choice._replace(says=says)
     if choice.iteration is None:
         return Progress(), choice.says
     weights_only = flags.finetune or flags.no_load_optim
-    requests: list[Request] = []
-    for held in tensors(trainer, optim=not weights_only):
-        requests += flat_requests(*held)
+    requests = requests_of(trainer, optim=not weights_only)
     if config.parallel.grad_compression != "none" and not weights_only:
-        folder, mesh = iteration_folder(choice.directory, choice.iteration), trainer.mesh
+        folder = iteration_folder(choice.directory, choice.iteration)
         if agree(lambda: fits(config, mesh, read_manifest(folder)) if mesh.rank == 0 else None, mesh.world, "loading")[0]:
-            requests += [Request(key, tuple(flat.shape), (0,), tuple(flat.shape), flat) for key, flat in compression(trainer)]
+            requests += compression_requests(trainer)
         else:
             empty = "what gradient compression had left out is not there for these parallel settings: it starts empty"
             choice = choice._replace(says=f"{choice.says} ({empty})")
@@ -143,15 +178,81 @@ def restore(trainer: Trainer) -> tuple[Progress, str]:
     if meta.get("tokenizer") != fingerprint_of(config) and "tokenizer" in meta:
         says = f"WARNING: the tokenizer is not that of the checkpoint: {fingerprint_of(config)}, was {meta['tokenizer']}"
         choice = choice._replace(says=f"{choice.says}\n{says}")
+    if flags.finetune:
+        parameters_loaded(trainer)
+        return Progress(), choice.says + " (weights only: starting at iteration 0)"
+    return resume(trainer, meta, optim=not weights_only), choice.says
+
+
+def requests_of(trainer: Trainer, optim: bool) -> list[Request]:
+    return [request for held in tensors(trainer, optim) for request in flat_requests(*held)]
+
+
+def compression_requests(trainer: Trainer) -> list[Request]:
+    return [Request(key, tuple(flat.shape), (0,), tuple(flat.shape), flat) for key, flat in compression(trainer)]
+
+
+def parameters_loaded(trainer: Trainer) -> None:
     trainer.optimizer.write_back()
     trainer.engine.parameters_changed()
-    if flags.finetune:
-        return Progress(), choice.says + " (weights only: starting at iteration 0)"
-    if not weights_only:
+
+
+def resume(trainer: Trainer, meta: Mapping[str, Any], optim: bool = True) -> Progress:
+    """Go on where a state whose tensors are loaded was: its counters, and where it stood."""
+    parameters_loaded(trainer)
+    if optim:
         trainer.optimizer.steps = meta["optimizer_steps"]
         trainer.loss_scale = trainer.scaler.resume(meta.get("loss_scale"))
     samples = meta["consumed_samples"], meta["wandb_id"], meta.get("skipped_samples", 0), meta.get("data_position")
-    return Progress(meta["iteration"], *samples), choice.says
+    return Progress(meta["iteration"], *samples)
+
+
+def recover(trainer: Trainer, home: Home, choice: Choice) -> tuple[dict | None, str]:
+    """(meta of the copy in peers that was loaded, None where what --load names is as good or better; what was done).
+
+    A copy as old as the chosen checkpoint is nearer at hand; an older one is nothing to go on from.
+    """
+    requests = requests_of(trainer, optim=True) + compression_requests(trainer)
+    at_least, verify = choice.iteration or 0, not trainer.config.checkpoint.no_verify_checkpoint
+    found, notes = home.peers.recover(requests, at_least, lambda meta: refusal(trainer, home, meta), verify)
+    if found is None:
+        return None, "\n".join([*notes, choice.says])
+    try:
+        doing = f"loading the copy of iteration {found.iteration}"
+        meta = load_folder(found.folder, requests, trainer.mesh, doing, verify=False, complete=False)
+    except CheckpointError as error:
+        if choice.iteration is None:
+            raise  # half of it is in the weights now
+        return None, "\n".join([*notes, f"the copy of iteration {found.iteration} in peers is not used: {error}", choice.says])
+    finally:
+        home.peers.close_view()
+    home.recovered = True
+    older = "holds no checkpoint yet" if choice.iteration is None else f"holds iteration {choice.iteration}"
+    says = f"loading iteration {found.iteration} from copies in {found.says} ({trainer.config.checkpoint.load} {older})"
+    return meta, "\n".join([*notes, says])
+
+
+def refusal(trainer: Trainer, home: Home, meta: Mapping[str, Any]) -> str | None:
+    """Why this run does not go on from the state of a copy, or None."""
+    config = trainer.config
+    try:
+        check_model(config, meta)
+    except CheckpointError as error:
+        return f"it holds another model: {', '.join(error.problems)}"
+    if meta["layout"] != layout_of(trainer.mesh):
+        sizes = [f"{axis} {size}" for axis, size in meta["layout"].items() if size > 1]
+        return f"it was written at {' x '.join(sizes) or '1 rank'}"
+    for group in ("parallel", "precision"):
+        was, now = meta["config"][group], config.as_dict()[group]
+        differing = [f"--{name.replace('_', '-')}" for name in now if was.get(name) != now[name]]
+        if differing:
+            return f"it was written with other settings of {', '.join(differing)}"
+    if meta["tokenizer"] != fingerprint_of(config):
+        return f"it was written with the tokenizer {meta['tokenizer']}"
+    if home.tracked != meta["tracked"] and home.tracked != meta["being_saved"]:
+        names = "no checkpoint" if home.tracked is None else f"iteration {home.tracked}"
+        return f"{config.checkpoint.load} holds {names}, which is not what this copy's run had saved"
+    return None
 
 
 def layout_of(mesh: Mesh) -> dict[str, int]:

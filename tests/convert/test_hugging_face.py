@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 
+import hf_models
 import pytest
 import safetensors.torch
 import torch
@@ -66,6 +67,22 @@ def test_round_trip_is_equal_in_every_byte_and_logits_are_those_of_transformers(
         mine = results[-1]
         difference = ((mine - expected).abs().max() / expected.abs().max()).item()
         assert difference <= 1e-5, (tp, pp, difference)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["gpt2", "llama_tied"])
+def test_tied_models_on_three_stages(kind, tmp_path, pool, monkeypatch):
+    """The head is the embedding of the first stage, with a stage in between (H05)."""
+    monkeypatch.setitem(hf_models.SIZES, "num_hidden_layers", 6)
+    monkeypatch.setitem(MODELS, "gpt2", lambda: hf_models.gpt2(n_layer=6))
+    model = save_model(kind, tmp_path / "hf")
+    assert "lm_head.weight" not in safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    assert convert("hf-to-native", tmp_path / "hf", tmp_path / "native") == 0
+    tokens = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(1))
+    mine = pool.run(logits_at, 3, str(tmp_path / "native"), tokens.tolist(), 1, 3)[-1]
+    with torch.no_grad():
+        expected = model(tokens).logits
+    assert (mine - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen3"])
@@ -152,6 +169,21 @@ def test_planted_pickles_never_run(tmp_path, capfd):
     (tmp_path / "hf" / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(hit)))
     assert convert("hf-to-native", tmp_path / "hf", tmp_path / "c") == 1
     assert not hit.exists() and not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                                  "model.safetensors"])  # fmt: skip
+def test_a_pickle_in_place_of_any_file_never_runs(name, tmp_path, capfd):
+    save_model("llama1", tmp_path / "hf")
+    hit = tmp_path / "hit"
+    assert (tmp_path / "hf" / name).is_file()
+    (tmp_path / "hf" / name).write_bytes(pickle.dumps(Bomb(hit)))
+    code = convert("hf-to-native", tmp_path / "hf", tmp_path / "native")
+    assert "Traceback" not in capfd.readouterr().err and not hit.exists()
+    if name in ("config.json", "model.safetensors"):
+        assert code == 1
+    pickle.loads(pickle.dumps(Bomb(hit))).close()
+    assert hit.exists()  # the trap itself works
 
 
 def edit(folder, tensors=None, **settings):

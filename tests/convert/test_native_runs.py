@@ -10,9 +10,15 @@ import pytest
 import torch
 import transformers
 from hf_models import VOCAB, convert, save_model, save_tokenizer
+from safetensors.torch import load_file
 
 import pretrain_gpt
+from megatron_lite.arguments import parse
+from megatron_lite.comm.mesh import build_mesh
+from megatron_lite.planner.params import count_parameters
 from megatron_lite.training.generate import load_model
+from megatron_lite.training.setup import build_trainer, grid_of
+from megatron_lite.training.state import Progress, save
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 32 "
@@ -50,6 +56,28 @@ def test_a_trained_model_opens_in_transformers(kind, tmp_path, capfd):
         mine = ours.logits(ours.hidden(tokens, None)).transpose(0, 1)[..., :VOCAB]
         theirs = model.float()(tokens).logits
     assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def save_sharded(rank, argv, world):
+    """A checkpoint of initial weights, written by ranks that share them."""
+    config, problems = parse(argv, world)
+    assert not problems, problems
+    trainer = build_trainer(config, build_mesh(grid_of(config, world), torch.device("cpu")))
+    save(trainer, Progress(1, 4))
+    return count_parameters(config)
+
+
+@pytest.mark.parametrize("flags", ["--zero-stage 3", "--zero-stage 3 --pipeline-model-parallel-size 2",
+                                   "--zero-stage 1 --tensor-model-parallel-size 2"])  # fmt: skip
+def test_a_sharded_run_is_exported_whole(flags, tmp_path, pool, capfd):
+    """No empty tensor, no part of one, every parameter once (C18); and the check of logits at the end."""
+    ranks = 2 * (1 + ("parallel-size 2" in flags))
+    argv = f"{SIZES} {LLAMA} {flags} --vocab-size {VOCAB} --save {tmp_path / 'run'}".split()
+    number = pool.run(save_sharded, ranks, argv, ranks)[0]
+    assert convert("native-to-hf", tmp_path / "run", tmp_path / "hf") == 0
+    assert "check: logits of both sides agree" in capfd.readouterr().err
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert sum(tensor.numel() for tensor in found.values()) == number and all(tensor.numel() for tensor in found.values())
 
 
 def test_what_no_family_is_cannot_be_exported(tmp_path, capfd):
@@ -93,8 +121,8 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
     model.save_pretrained(tmp_path / "hf")
     largest, total = 16384 * 512 * 4, sum(p.numel() * 4 for p in model.parameters())
     assert total > 7 * largest
-    for command, load, save in (("hf-to-native", "hf", "native"), ("native-to-hf", "native", "back")):
-        arguments = [str(ROOT), str(ROOT / "tests" / "convert"), command, str(tmp_path / load), str(tmp_path / save)]
+    for command, source, target in (("hf-to-native", "hf", "native"), ("native-to-hf", "native", "back")):
+        arguments = [str(ROOT), str(ROOT / "tests" / "convert"), command, str(tmp_path / source), str(tmp_path / target)]
         done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True)
         before, peak = map(int, done.stdout.split()[-2:])
         print(f"{command}: peak {peak / 1e6:.0f} MB, {(peak - before) / 1e6:.0f} MB more than the imports alone")

@@ -2,11 +2,15 @@
 
 import json
 import random
+import signal
 import time
 
+import numpy as np
 import pytest
 
-from tests.robustness.test_bad_input import MOCK, Job, tracker
+from megatron_lite.checkpoint.folder import TRACKER
+from megatron_lite.data.indexed import IndexedWriter
+from tests.robustness.test_bad_input import MOCK, SIZES, Job, rows, tracker
 
 STEPS = 12
 RUN = [*MOCK, "--train-iters", STEPS]
@@ -24,26 +28,32 @@ def uninterrupted(tmp_path_factory):
 
 
 def killed_somewhere(folder, everyone, asynchronous, draw):
-    """One run that is killed at a random moment while it saves after every step; its folder."""
+    """One run that is killed at a random moment of a random step while it saves after each; its flags, and the latest then."""
     save = folder / "save"
     flags = [*RUN, "--save", save, "--load", save, "--save-interval", 1, *(["--async-save"] if asynchronous else [])]
     job = Job(folder, *flags, ranks=2)
-    job.until("ready to train")
-    time.sleep(draw.uniform(0.0, 0.6))
-    for process in job.processes if everyone else [draw.choice(job.processes)]:
+    job.until(draw.choice(["ready to train", *(f"iteration {n:8d}/" for n in range(1, STEPS - 3))]))
+    time.sleep(draw.uniform(0.0, 0.05))
+    victims = job.processes if everyone else [draw.choice(job.processes)]
+    for process in victims:
         process.kill()
     codes = job.wait(30)
     assert -1000 not in codes, (codes, job.err())
-    return flags
+    latest = tracker(save) if (save / TRACKER).exists() else None
+    assert latest == STEPS or any(process.exitcode == -signal.SIGKILL for process in victims), codes
+    return flags, latest
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 40))])
 def test_kill_9_at_a_random_moment(tmp_path, uninterrupted, seed):
     draw = random.Random(seed)
-    flags = killed_somewhere(tmp_path, everyone=seed % 4 >= 2, asynchronous=seed % 2 == 0, draw=draw)
+    flags, latest = killed_somewhere(tmp_path, everyone=seed % 4 >= 2, asynchronous=seed % 2 == 0, draw=draw)
     job = Job(tmp_path, *flags, "--jsonl", tmp_path / "log", ranks=2).succeeds()
-    assert "loading iteration" in job.out() or "STARTING FRESH" in job.out()
+    begun = f"loading iteration {latest} from" if latest else "STARTING FRESH"
+    assert begun in job.out() or not latest and "loading iteration 1 from" in job.out()  # killed before its first tracker
+    assert "DAMAGED" not in job.out()
     found = losses(tmp_path / "log") if (tmp_path / "log").exists() else {}
+    assert latest == STEPS or STEPS in found
     assert found == {iteration: loss for iteration, loss in uninterrupted.items() if iteration in found}
     assert tracker(tmp_path / "save") == STEPS
     assert not list((tmp_path / "save").glob(".*"))
@@ -106,3 +116,37 @@ def test_an_older_iteration_and_another_model(tmp_path):
     job = Job(tmp_path, *mine, "--num-layers", 3, "--swiglu")
     assert job.wait(30) == [2]
     assert "--num-layers 3 --use-checkpoint-args: contradicts" in job.err() and "trained without it" in job.err()
+
+
+@pytest.mark.full
+def test_at_and_after_the_edge_of_an_epoch(tmp_path):
+    """Two steps are an epoch: stopped at an edge and within one, in fp16 with dropout and a sharded optimizer, a run has the
+    losses, norms, loss scales and last checkpoint of one that was not (C10, D27)."""
+    with IndexedWriter(tmp_path / "corpus", np.uint16) as writer:
+        writer.add_document(np.random.default_rng(0).integers(0, 128, 8 * 32 + 1))
+    base = [*SIZES, "--data-path", tmp_path / "corpus", "--split", "100", "--vocab-size", 128, "--hidden-dropout", "0.1",
+            "--fp16", "--initial-loss-scale", 256, "--loss-scale-window", 2, "--zero-stage", 1, "--train-iters", 7]  # fmt: skip
+    Job(tmp_path, *base, "--save", tmp_path / "a", "--jsonl", tmp_path / "straight", ranks=2).succeeds()
+    again = [*base, "--save", tmp_path / "b", "--load", tmp_path / "b", "--jsonl", tmp_path / "stopped"]
+    for stop in (2, 3):
+        Job(tmp_path, *again, "--exit-interval", stop, ranks=2).succeeds()
+        assert tracker(tmp_path / "b") == stop
+    Job(tmp_path, *again, ranks=2).succeeds()
+    for key in ("lm loss", "grad-norm", "loss-scale", "consumed-samples"):
+        assert rows(tmp_path / "stopped", key) == rows(tmp_path / "straight", key), key
+    assert len(set(rows(tmp_path / "straight", "loss-scale").values())) > 1
+    for shard in (tmp_path / "a" / "iter_0000007").glob("*.safetensors"):
+        assert shard.read_bytes() == (tmp_path / "b" / "iter_0000007" / shard.name).read_bytes()
+
+
+@pytest.mark.full
+def test_a_resume_takes_no_more_memory_than_a_start(tmp_path):
+    """100 MB of weights, as much again twice in moments: the peak of resuming is at most 1.5 times that of starting (C22)."""
+    flags = [*SIZES, "--mock-data", "--vocab-size", 100000, "--hidden-size", 256, "--save", tmp_path / "save", "--load",
+             tmp_path / "save", "--tensor-model-parallel-size", 2]  # fmt: skip
+    peaks = []
+    for iteration in (1, 2):
+        log = tmp_path / f"log-{iteration}"
+        Job(tmp_path, *flags, "--train-iters", iteration, "--jsonl", log, ranks=2).succeeds()
+        peaks.append(rows(log, "mem-max-allocated-bytes")[iteration])
+    assert peaks[0] > 200e6 and peaks[1] <= 1.5 * peaks[0], peaks

@@ -18,6 +18,7 @@ import pretrain_gpt
 from megatron_lite import tokenizers
 from megatron_lite.arguments import parse
 from megatron_lite.checkpoint.load import load_checkpoint
+from megatron_lite.checkpoint.peers import Peers
 from megatron_lite.comm import launch
 from megatron_lite.comm.mesh import build_mesh
 from megatron_lite.config import GROUPS
@@ -224,6 +225,9 @@ ROWS = {
     "save_weights_only_interval": (SAVE, "--save-weights-only-interval 2", "files"),
     "save_retain": (f"{SAVE} --save-interval 1", "--save-retain 1", "files"),
     "async_save": (f"{SAVE} --save-interval 1", "--async-save", "behind"),
+    "peer_checkpoint_interval": (f"{SAVE} --load {{tmp}}/save", "--peer-checkpoint-interval 2", "copies"),
+    "peer_checkpoint_dir": (f"{SAVE} --load {{tmp}}/save --peer-checkpoint-interval 2",
+                            "--peer-checkpoint-dir {tmp}/save/other", "copies"),
     "load_iteration": ("--load {tmp}/start --train-iters 7", "--load-iteration 2", "iterations"),
     "no_verify_checkpoint": ("--load {tmp}/start --train-iters 7", "--no-verify-checkpoint", "verified"),
     "use_checkpoint_args": ("--load {tmp}/start --train-iters 7", "--use-checkpoint-args", "inherited"),
@@ -343,11 +347,12 @@ def observe(files, tmp_path, monkeypatch, capsys):
     def run(flags, name):
         folder = tmp_path / name
         folder.mkdir()
-        seen = {"joined": [], "sinks": [], "prefetch": [], "compiled": 0, "verified": [], "inherited": [], "tokenizer": []}
+        seen = {"joined": [], "sinks": [], "prefetch": [], "compiled": 0, "verified": [], "inherited": [], "tokenizer": [],
+                "copies": []}  # fmt: skip
         monkeypatch.setattr(launch, "init_from_env", lambda *args: seen["joined"].append(args) or (0, 1, torch.device("cpu")))
         monkeypatch.setattr(logging, "WandbSink", recorder(seen["sinks"], "wandb"))
         monkeypatch.setattr(logging, "TensorBoardSink", recorder(seen["sinks"], "tensorboard"))
-        loader, load, stored = setup_loader, load_checkpoint, stored_settings
+        loader, load, stored, copy = setup_loader, load_checkpoint, stored_settings, copy_to_peers
 
         def recorded(*args, **options):
             seen["prefetch"].append(options["prefetch"])
@@ -360,11 +365,16 @@ def observe(files, tmp_path, monkeypatch, capsys):
             seen["verified"].append(verify)
             return load(directory, requests, mesh, iteration, verify, **options)
 
+        def copied(self, iteration, *args):
+            seen["copies"].append((iteration, self.place.disk.parents[2]))
+            return copy(self, iteration, *args)
+
         def taken(*args):
             seen["inherited"].append(stored(*args))
             return seen["inherited"][-1]
 
         monkeypatch.setattr(state, "load_checkpoint", loaded)
+        monkeypatch.setattr(Peers, "save", copied)
         monkeypatch.setattr(architecture, "stored_settings", taken)
         monkeypatch.setattr(tokenizers, "build_tokenizer", lambda *args: seen["tokenizer"].append(args) or build(*args))
         monkeypatch.setattr(data, "BatchLoader", recorded)
@@ -391,6 +401,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
             "files": sorted(f"{p.relative_to(folder)} {p.stat().st_size if p.suffix == '.safetensors' else ''}"
                             for p in folder.rglob("*")),
             "behind": out.count("behind the training"),
+            "copies": seen["copies"],
             "verified": seen["verified"],
             "inherited": len(seen["inherited"]),
             "traces": sorted(path.name for path in folder.glob("traces/*")),
@@ -398,8 +409,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
             "ledger": [line.split()[0] for line in out.splitlines() if line.startswith("  activations ")],
         }  # fmt: skip
 
-    setup_loader = data.BatchLoader
-    build = tokenizers.build_tokenizer
+    setup_loader, copy_to_peers, build = data.BatchLoader, Peers.save, tokenizers.build_tokenizer
     yield run
     torch.set_num_threads(threads)
     for number, handler in handlers.items():

@@ -390,6 +390,15 @@ def test_report_without_pipeline_has_no_schedule():
     assert "schedule 1f1b" not in dry_run_report(config, config.grid)
 
 
+@pytest.mark.parametrize(("precision", "each"), [("", 12), ("--bf16", 12), ("--bf16 --optimizer sgd", 8), ("--fp64", 24)])
+def test_report_says_what_copies_in_peers_take(precision, each):
+    """Masters or exact weights, and moments: once for all ranks, whatever the layout."""
+    config = config_of(f"{GPT} {precision} --save a --load a --peer-checkpoint-interval 1 --tensor-model-parallel-size 2", 4)
+    share = size(count_parameters(config) * each / 4)
+    assert f"copies in peers, every step: {share} of host memory" in dry_run_report(config, config.grid)
+    assert "copies in peers" not in dry_run_report(config_of(GPT), config_of(GPT).grid)
+
+
 def test_readable_numbers():
     assert [size(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB"]
     assert [count(n) for n in (12, 6738415616, 999_999)] == ["12 ", "6.74 G", "1 M"]
