@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gpus", type=int, metavar="N", help=f"devices (default: --world-size, else one node; --scaling: up to {LARGEST})")
     add("--node", type=int, metavar="N", help="devices of a node, instead of the cluster's")
     add("--cluster", default="h100", help=f"{', '.join(PRESETS)}, {THIS}, or a JSON file (default h100)")
-    add("--keep", type=int, default=10, metavar="N", help="layouts that --search prints (default 10)")
+    add("--keep", type=int, metavar="N", help="layouts that --search prints (default 10)")
     add("--strong", action="store_true", help="--scaling with one batch for all; without, each data-parallel rank has its own")
     add("--out", type=Path, metavar="FILE", help="--scaling as a picture (.png, .svg)")
     return parser
@@ -140,6 +140,7 @@ def draw(curves: list[Curve], path: Path) -> None:
 def check(args: argparse.Namespace) -> None:
     """Flags that do not go together."""
     found = [f"--{name}: needs --scaling" for name in ("strong", "out") if getattr(args, name) and not args.scaling]
+    found += ["--keep: needs --search"] if args.keep and not args.search else []
     if args.out and args.out.suffix not in PICTURES:
         found.append(f"--out {args.out}: should end in {' or '.join(PICTURES)}")
     for name in ("gpus", "node", "keep"):
@@ -160,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
         devices = args.gpus or world or (LARGEST if args.scaling else cluster.gpus_per_node)
         flags = without(flags, ["world_size"])  # --gpus says it
         if args.search:
-            print(searched(flags, devices, cluster, args.keep))
+            print(searched(flags, devices, cluster, args.keep or 10))
         elif args.scaling:
             curves = scaled(flags, devices, cluster, args.strong)
             print(f"{cluster.describe()}\n\n{table(curves)}")
