@@ -135,8 +135,9 @@ def main() -> None:
     print(f"{'layout':<34}{'predicted ms':>14}{'measured ms':>14}{'ratio':>8}{'places':>10}")
     for index, row in sorted(enumerate(rows), key=lambda pair: pair[1]["measured"]):
         row |= {f"{key}_place": places[key][index] + 1 for key in places}
-        print(f"{row['layout']:<34}{1e3 * row['predicted']:>14.1f}{1e3 * row['measured']:>14.1f}"
-              f"{row['predicted'] / row['measured']:>8.2f}{row['predicted_place']:>5.0f}{row['measured_place']:>5.0f}")  # fmt: skip
+        ratio = row["predicted"] / row["measured"]
+        print(f"{row['layout']:<34}{1e3 * row['predicted']:>14.1f}{1e3 * row['measured']:>14.1f}{ratio:>8.2f}"
+              f"{row['predicted_place']:>5.0f}{row['measured_place']:>5.0f}")  # fmt: skip
     correlation = spearman([row["predicted"] for row in rows], [row["measured"] for row in rows])
     print(f"Spearman's rank correlation of {len(rows)} layouts: {correlation:.3f}")
     if args.json:

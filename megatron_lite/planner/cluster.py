@@ -82,8 +82,8 @@ class Cluster:
     def describe(self) -> str:
         """One line."""
         nodes = "" if self.nodes is None else f"{self.nodes} x "
-        return (f"{self.name}: {nodes}{self.gpus_per_node} devices of {self.memory / GIB:.4g} GiB, {self.within.bandwidth / GB:.4g} "
-                f"GB/s within a node, {self.between.bandwidth / GB:.4g} between")  # fmt: skip
+        return (f"{self.name}: {nodes}{self.gpus_per_node} devices of {self.memory / GIB:.4g} GiB, "
+                f"{self.within.bandwidth / GB:.4g} GB/s within a node, {self.between.bandwidth / GB:.4g} between")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------

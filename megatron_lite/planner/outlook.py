@@ -11,8 +11,8 @@ from megatron_lite.planner.traffic import Transfer, axis_size, bytes_by_axis, ra
 from megatron_lite.planner.units import size
 
 # comm/mesh.py's axes by what they are to a reader
-LABELS = {"tp": "tp", "dp_cp": "dp", "zero_shard": "dp", "zero_replica": "dp (replicas)", "mirror": "pp (both places)", "pp": "pp",
-          "embedding": "first and last stage", "tp_pp": "tp x pp"}  # fmt: skip
+LABELS = {"tp": "tp", "dp_cp": "dp", "zero_shard": "dp", "zero_replica": "dp (replicas)", "mirror": "pp (both places)",
+          "pp": "pp", "embedding": "first and last stage", "tp_pp": "tp x pp"}  # fmt: skip
 
 
 def outlook(config: Config, pipeline: Pipeline, cluster: Cluster) -> str:

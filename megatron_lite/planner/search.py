@@ -93,10 +93,11 @@ class Result(NamedTuple):
 
 def with_layout(base: Config, layout: Layout) -> Config:
     """The configuration at a layout."""
+    chunks = layout.chunks if layout.schedule == "interleaved" else None
     parallel = replace(base.parallel, tensor_model_parallel_size=layout.tp, sequence_parallel=layout.tp > 1,
                        pipeline_model_parallel_size=layout.pp, zero_stage=layout.zero,
-                       pipeline_schedule="1f1b" if layout.schedule == "interleaved" else layout.schedule,
-                       num_virtual_stages_per_pipeline_rank=layout.chunks if layout.schedule == "interleaved" else None)  # fmt: skip
+                       pipeline_schedule="1f1b" if chunks else layout.schedule,
+                       num_virtual_stages_per_pipeline_rank=chunks)  # fmt: skip
     train = replace(base.train, micro_batch_size=layout.micro_batch, world_size=layout.tp * layout.pp * layout.dp)
     return replace(base, parallel=parallel, train=train, activations=TREATMENTS[layout.recompute])
 
@@ -280,17 +281,19 @@ def _no_layout(base: Config, cluster: Cluster, devices: int, fixed: Mapping[str,
     above = next((n for n in range(devices + 1, devices + FARTHEST) if works(n)), None)
     near = " or ".join(str(n) for n in (below, above) if n is not None)
     kept = "".join(f", {name} {value}" for name, value in fixed.items())
+    nearest = f"nearest counts that work: {near}" if near else "no count near it works: change --global-batch-size"
     return (f"--gpus {devices}: no layout can use them{kept and ' with' + kept[1:]}: they are tp x pp x dp with tp a divisor of "
-            f"{base.model.num_attention_heads} heads, {base.model.ffn_hidden_size} MLP channels and {base.model.seq_length} tokens, "
-            f"pp at most {base.model.num_layers} layers, and a batch of {batch} that dp x micro-batch divides; "
-            + (f"nearest counts that work: {near}" if near else "no count near it works: change --global-batch-size"))  # fmt: skip
+            f"{base.model.num_attention_heads} heads, {base.model.ffn_hidden_size} MLP channels and {base.model.seq_length} "
+            f"tokens, pp at most {base.model.num_layers} layers, and a batch of {batch} that dp x micro-batch divides; "
+            f"{nearest}")  # fmt: skip
 
 
-def _fits_nowhere(base: Config, cluster: Cluster, devices: int, fixed: Mapping[str, Any], unfit: list[tuple[Layout, float]]) -> str:
+def _fits_nowhere(base: Config, cluster: Cluster, devices: int, fixed: Mapping[str, Any],
+                  unfit: list[tuple[Layout, float]]) -> str:  # fmt: skip
     """What comes closest, and how many devices would do."""
     layout, least = min(unfit, key=lambda each: each[1])
     text = (f"no layout fits {devices} x {cluster.memory / GIB:.4g} GiB, of which {cluster.usable_memory / GIB:.4g} can be used; "
-            f"the least any needs is {least / GIB:.4g} GiB: {layout}")  # fmt: skip
+            f"the least any needs is {least / GIB:.4g} GiB or more: {layout}")  # fmt: skip
     most = devices * 64 if cluster.nodes is None else cluster.nodes * cluster.gpus_per_node
     number = devices * 2
     while number <= most:

@@ -186,7 +186,8 @@ def end_price(config: Config, cluster: Cluster, first: bool, last: bool) -> Pric
         loss = tokens * width * (LOSS_PASSES * 4 + 2 * e) / cluster.memory_bandwidth
         parts.append(Price(product_seconds(cluster, dtype, tokens, width, h) + loss,
                            product_seconds(cluster, dtype, tokens, h, width),
-                           product_seconds(cluster, dtype, width, h, tokens) + _sum_seconds(config, cluster, width * h)))  # fmt: skip
+                           product_seconds(cluster, dtype, width, h, tokens)
+                           + _sum_seconds(config, cluster, width * h)))  # fmt: skip
     return Price(*map(sum, zip(*parts, strict=True)))
 
 
@@ -306,7 +307,8 @@ def makespan(pipeline: Pipeline, total: int, costs: Costs) -> float:
 def costs_of(config: Config, cluster: Cluster, prices: list[Price]) -> Costs:
     """Prices as the simulator takes them."""
     latency = seconds_of(config, cluster, Transfer("pp", "send", message_bytes(config)))
-    rows = [(price.forward + price.tensor_forward, price.input_grad + price.tensor_backward, price.weight_grad) for price in prices]
+    rows = [(price.forward + price.tensor_forward, price.input_grad + price.tensor_backward, price.weight_grad)
+            for price in prices]  # fmt: skip
     return Costs(*map(list, zip(*rows, strict=True)), latency=latency)
 
 

@@ -77,7 +77,8 @@ def resident(rank, world, flags):
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 RESIDENT = ["1 ", f"2 {TP} 2", f"2 {TP} 2 --sequence-parallel", f"4 {TP} 4", f"2 {PP} 2 --global-batch-size 2",
             f"4 {PP} 4 --global-batch-size 4", f"2 {PP} 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2", "2 ",
-            "2 --zero-stage 1", "2 --zero-stage 2", "4 --zero-stage 3", f"4 {TP} 2 {PP} 2", f"4 {PP} 2 --zero-stage 1"]  # fmt: skip
+            "2 --zero-stage 1", "2 --zero-stage 2", "4 --zero-stage 3", f"4 {TP} 2 {PP} 2",
+            f"4 {PP} 2 --zero-stage 1"]  # fmt: skip
 
 
 @pytest.mark.full

@@ -50,8 +50,8 @@ def test_state_of_seven_billion_in_fp32():
 
 def test_bubble_of_eight_stages_and_sixteen_microbatches():
     """(p-1)/(m+p-1) = 7/23, with every stage alike."""
-    config = config_of("--num-layers 8 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --vocab-size 8 --micro-batch-size 1 "
-                       "--global-batch-size 16 --pipeline-model-parallel-size 8", 8)  # fmt: skip
+    config = config_of("--num-layers 8 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --vocab-size 8 "
+                       "--micro-batch-size 1 --global-batch-size 16 --pipeline-model-parallel-size 8", 8)  # fmt: skip
     whole = makespan(pipeline_of(config), 16, Costs(1.0, 1.0, 1.0))
     assert (whole - 16 * 3) / whole == pytest.approx(7 / 23)
 
@@ -248,7 +248,8 @@ def test_no_layout_is_said_in_words():
 
 def test_scaling_from_one_to_thousands():
     base = base_of("llama3.2-1b", 16, "--seq-length 2048")
-    curves = {name: curve(name, base, H100, layout, (1, 2, 8, 64, 1024, 16384)) for name, layout in chosen_layouts(base, 8).items()}
+    counts = 1, 2, 8, 64, 1024, 16384
+    curves = {name: curve(name, base, H100, layout, counts) for name, layout in chosen_layouts(base, 8).items()}
     first = next(iter(curves.values())).points
     assert [point.devices for point in first] == [1, 2, 8, 64, 1024, 16384]
     assert first[0].speed_up == pytest.approx(1) and all(a.speed_up < b.speed_up for a, b in zip(first, first[1:], strict=False))
