@@ -9,7 +9,7 @@
 
 Efficiency of a product [m, k] x [k, n]: the cluster's matmul_efficiency times m/(m+c) n/(n+c) k/(k+c), c = 128: the side of a
 GPU's tile, so that a side of 128 costs half and one of 4096 three per cent. On a CPU c = 16. Attention's products run at
-60 % of that (flash attention's softmax shares the units; Dao 2023, arXiv 2307.08691, figure 5), its backward takes 2.5 forwards.
+60 % of matmul_efficiency (flash attention's softmax shares the units; Dao 2023, arXiv 2307.08691, figure 5), its backward takes 2.5 forwards.
 
 Collectives of n ranks of which k share a node (`wire`): a ring crosses every node once each way, and the k ranks have an
 adapter each, so bandwidth is min(within, k x between); 2(n-1) or n-1 hops of latency, a tree's 2 log2 n of the adapters' at most.
@@ -158,14 +158,21 @@ def layer_price(config: Config, cluster: Cluster, in_8_bits: bool = False) -> Pr
         forward += product_seconds(cluster, dtype, tokens, out, inner)
         backward += product_seconds(cluster, dtype, tokens, inner, out)
         weights += product_seconds(cluster, dtype, out, inner, tokens)
-    core = product_seconds(cluster, config.precision.dtype_name, model.seq_length, model.seq_length, model.head_dim)
-    core *= 2 * tokens / model.seq_length * q / model.head_dim / 2 / ATTENTION_SHARE  # two products, half of the square
+    core = attention_seconds(config, cluster)
     wide = h / tp if config.parallel.sequence_parallel else h
     between = tokens * e * (10 * wide + 2 * (q + 2 * kv) + (gated + 1) * f) / cluster.memory_bandwidth
     if config.model.hidden_dropout:
         between += tokens * 2 * wide * (2 * e + 1) / cluster.memory_bandwidth
     sums = _sum_seconds(config, cluster, sum(layer_parts(model, tp).values()))
     return Price(forward + core + between, backward + ATTENTION_BACKWARD * core + 2 * between, weights + sums)
+
+
+def attention_seconds(config: Config, cluster: Cluster) -> float:
+    """The core's forward of one layer and microbatch: two products of half of the square, 2 s q FLOPs per token."""
+    model, dtype = config.model, config.precision.dtype_name
+    width = model.num_attention_heads // config.parallel.tp * model.head_dim
+    rate = cluster.flops(dtype) * cluster.matmul_efficiency * ATTENTION_SHARE
+    return 2 * model_tokens(config) * model.seq_length * width / rate
 
 
 def _sum_seconds(config: Config, cluster: Cluster, parameters: int) -> float:
@@ -196,8 +203,7 @@ def selective_seconds(config: Config, cluster: Cluster) -> float:
     model, tp, modules = config.model, config.parallel.tp, config.activations.modules
     tokens, e, again = model_tokens(config), ELEMENT_BYTES[config.precision.dtype_name], 0.0
     if "core_attn" in modules:
-        core = product_seconds(cluster, config.precision.dtype_name, model.seq_length, model.seq_length, model.head_dim)
-        again += core * tokens / model.seq_length * (model.num_attention_heads // tp) / ATTENTION_SHARE
+        again += attention_seconds(config, cluster)
     if "layernorm" in modules:
         again += 4 * tokens * e * model.hidden_size / cluster.memory_bandwidth
     if "mlp_act" in modules:
