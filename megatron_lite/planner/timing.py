@@ -9,7 +9,7 @@
 
 Efficiency of a product [m, k] x [k, n]: the cluster's matmul_efficiency times m/(m+c) n/(n+c) k/(k+c), c = 128: the side of a
 GPU's tile, so that a side of 128 costs half and one of 4096 three per cent. On a CPU c = 16. Attention's products run at
-60 % of matmul_efficiency (flash attention's softmax shares the units; Dao 2023, arXiv 2307.08691, figure 5), its backward takes 2.5 forwards.
+60 % of matmul_efficiency (its softmax shares the units; Dao 2023, arXiv 2307.08691, figure 5), its backward takes 2.5 forwards.
 
 Collectives of n ranks of which k share a node (`wire`): a ring crosses every node once each way, and the k ranks have an
 adapter each, so bandwidth is min(within, k x between); 2(n-1) or n-1 hops of latency, a tree's 2 log2 n of the adapters' at most.
@@ -26,10 +26,16 @@ from typing import NamedTuple
 from megatron_lite.config import Config
 from megatron_lite.planner.cluster import Cluster, Link
 from megatron_lite.planner.flops import flops_per_iteration
-from megatron_lite.planner.memory import ELEMENT_BYTES, EXACT_BYTES, full_state_bytes, model_tokens
+from megatron_lite.planner.memory import (
+    ELEMENT_BYTES,
+    EXACT_BYTES,
+    full_state_bytes,
+    layer_activation_bytes,
+    model_tokens,
+)
 from megatron_lite.planner.params import layer_parts, rank_parameters
 from megatron_lite.planner.pipeline import Chunk, Pipeline
-from megatron_lite.planner.recompute import RECOMPUTED, spans
+from megatron_lite.planner.recompute import OFFLOADED, RECOMPUTED, spans
 from megatron_lite.planner.traffic import (
     Transfer,
     axis_size,
@@ -214,15 +220,20 @@ def selective_seconds(config: Config, cluster: Cluster) -> float:
 def chunk_price(config: Config, cluster: Cluster, chunk: Chunk, split: bool = False) -> Price:
     """One microbatch through one chunk. A recomputed layer runs its forward again within B. `split`: W runs later than B, so
     that no transfer hides behind it."""
-    kinds: Counter[tuple[bool, bool]] = Counter()
+    kinds: Counter[tuple[str, bool]] = Counter()
     for span in spans(len(chunk.layers), config.activations):
         for layer in chunk.layers[span.start : span.stop]:
-            kinds[span.treatment == RECOMPUTED, multiplies_in_8_bits(config, layer)] += 1
+            kinds[span.treatment, multiplies_in_8_bits(config, layer)] += 1
     parts = [end_price(config, cluster, chunk.first, chunk.last)]
-    for (recomputed, in_8_bits), count in kinds.items():
+    for (treatment, in_8_bits), count in kinds.items():
         price = layer_price(config, cluster, in_8_bits)
-        again = price.forward if recomputed else selective_seconds(config, cluster)
-        parts.append(Price(*(count * part for part in price._replace(input_grad=price.input_grad + again))))
+        again = price.forward if treatment == RECOMPUTED else selective_seconds(config, cluster)
+        away = back = 0.0
+        if treatment == OFFLOADED:  # to host memory while the forward runs, from there while the backward does
+            move = cluster.host.seconds(layer_activation_bytes(config))
+            away, back = (max(move - cluster.overlap * beside, 0.0) for beside in (price.forward, price.input_grad))
+        price = price._replace(forward=price.forward + away, input_grad=price.input_grad + again + back)
+        parts.append(Price(*(count * part for part in price)))
     total = Price(*map(sum, zip(*parts, strict=True)))
     beside = {"input_grad": total.input_grad / 2, "weight_grad": 0.0 if split else total.weight_grad}
     return total._replace(tensor_forward=_waited(config, cluster, forward_transfers(config, chunk), {}),
