@@ -159,6 +159,7 @@ class Pricer:
         self.prices: dict[tuple, list[Price]] = {}
         self.states: dict[tuple, list[int]] = {}
         self.activations: dict[tuple, list[int]] = {}
+        self.bounds: dict[tuple, float] = {}
 
     def config(self, layout: Layout) -> Config:
         return with_layout(self.base, layout)
@@ -172,14 +173,20 @@ class Pricer:
     def least_seconds(self, layout: Layout) -> float:
         """No schedule takes less: the first microbatch reaches rank r through the r stages before it, and the last one leaves
         through them, unless W is left over for that time."""
+        key = layout._replace(zero=0)
+        if key not in self.bounds:
+            self.bounds[key] = self._least_seconds(layout)
+        return self.bounds[key]
+
+    def _least_seconds(self, layout: Layout) -> float:
         key = layout.tp, layout.pp, layout.schedule, layout.chunks, layout.micro_batch, layout.recompute
         if key not in self.prices:
             self.prices[key] = stage_prices(self.config(layout), self.cluster, self.pipeline(layout))
         prices, placement = self.prices[key], self.pipeline(layout).placement
         microbatches = self.base.train.global_batch_size // (layout.micro_batch * layout.dp)
-        way, least = 0.0, 0.0
+        sums, way, least = [sum(price) for price in prices], 0.0, 0.0
         for rank in range(layout.pp):
-            busy = sum(sum(prices[placement.stage(rank, chunk)]) for chunk in range(placement.num_chunks))
+            busy = sum(sums[placement.stage(rank, chunk)] for chunk in range(placement.num_chunks))
             least = max(least, way + microbatches * busy)
             price = prices[rank]
             way += price.forward + price.tensor_forward

@@ -47,4 +47,4 @@ def test_the_model_that_is_built(name):
                               for p in chunk.parameters() for box in p.shard.boxes if box.partial)  # fmt: skip
                 assert partial_elements(config, plan) == (partial if tp > 1 else 0)
             checked += 1
-    assert checked >= 3
+    assert checked >= 2
