@@ -44,6 +44,13 @@ def test_a_search_prints_flags_that_run(capsys):
         assert parse(f"{MODEL} --global-batch-size 64 {line} --dry-run --world-size 8".split(), 1)[1] == []
 
 
+def test_the_search_in_the_docs_is_real(capsys):
+    text = (DOCS / "planning.md").read_text(encoding="utf-8")
+    command = next(line for line in text.splitlines() if line.startswith("python tools/plan.py") and "--search" in line)
+    shown = re.search(r"<!-- search -->\n```\n(.*?)```\n<!-- /search -->", text, re.DOTALL)[1]
+    assert run(capsys, command.removeprefix("python tools/plan.py "))[1] == shown, "the output has changed: copy it anew"
+
+
 def test_scaling_is_drawn(capsys, tmp_path):
     for name in ("a.svg", "a.png"):
         command = f"{MODEL} --micro-batch-size 1 --global-batch-size 16 --scaling --gpus 64 --out {tmp_path / name}"
