@@ -47,7 +47,8 @@ def wire_table(config: Config, pipeline: Pipeline, cluster: Cluster) -> str:
     """Bytes that a rank sends in a step over each axis, on the stage with most."""
     most: Counter[str] = Counter()
     for transfers in transfers_of_ranks(config, pipeline):
-        for axis, sent in bytes_by_axis(config, transfers).items():
+        large = [each for each in transfers if each.what != "scalars"]
+        for axis, sent in bytes_by_axis(config, large).items():
             most[axis] = max(most[axis], sent)
     rows = []
     for axis, sent in sorted(most.items(), key=lambda item: -item[1]):

@@ -46,7 +46,8 @@ def ledger(rank, world, config):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_plan_is_the_ledger(pool, name):
     world, flags, activations = LAYOUTS[name]
-    model = dataclasses.replace(LLAMA if "tp" in name else GPT, hidden_dropout=0.1, attention_dropout=0.1)
+    model = dataclasses.replace(LLAMA if "tp" in name else GPT, hidden_dropout=0.1, attention_dropout=0.1, hidden_size=128,
+                                ffn_hidden_size=256, kv_channels=16)  # fmt: skip
     config = config_for(model, precision="bf16", **flags)
     config = dataclasses.replace(config, activations=activations or config.activations,
                                  train=dataclasses.replace(config.train, world_size=world))  # fmt: skip
