@@ -46,6 +46,7 @@ setup(
             "megatron-generate = tools.generate:main",
             "megatron-evaluate = tools.evaluate:main",
             "megatron-convert-checkpoint = tools.convert_checkpoint:main",
+            "megatron-plan = tools.plan:main",
         ]
     },
 )

@@ -204,6 +204,13 @@ def _chunks(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]
     return stray, chunks
 
 
+def without(argv: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The command line without the flags of these fields, however they are spelled."""
+    (stray, chunks), owners, names = _chunks(argv), _owners(), set(names)
+    kept = [(flag, words) for flag, words in chunks if flag not in owners or owners[flag].name not in names]
+    return stray + [word for flag, words in kept for word in (flag, *words)]
+
+
 def _owners() -> dict[str, Field]:
     """Every spelling of every flag -> the field that it sets."""
     owners = {}

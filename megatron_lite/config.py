@@ -290,6 +290,8 @@ class TrainConfig:
     compile: bool = flag(False, "torch.compile the element-wise parts of every layer")
     dry_run: bool = flag(False, "print grid, stages, schedule, parameters and memory per rank, then exit")
     world_size: int | None = flag(None, "ranks to plan for (given with --dry-run; otherwise it is the launcher's)", type=int)
+    cluster: str | None = flag(None, "what --dry-run plans for: a100, h100, h200, b200, this, or a JSON file (docs/planning.md)",
+        type=str)  # fmt: skip
 
     @property
     def batch_sizes(self) -> BatchSizes:

@@ -201,6 +201,7 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
     ("trace_start", lambda s: have(s.trace_start, s.train_iters) and s.trace_start > s.train_iters,
      "the run ends before that iteration"),
     ("world_size", lambda s: not s.dry_run, "needs --dry-run; a run's world size is the launcher's"),
+    ("cluster", lambda s: not s.dry_run, "needs --dry-run, which says what the run would meet there"),
 )  # fmt: skip
 
 

@@ -287,16 +287,34 @@ def _estimate_bytes(config: Config, rank: int) -> tuple[int, int]:
 
 def stage_memory(config: Config, core: str | None = None, pipeline: Pipeline | None = None) -> list[StageMemory]:
     """The memory of every pipeline rank, first to last; of the flags' own pipeline unless one is given."""
+    pipeline = pipeline or pipeline_of(config)
+    lists = pipeline.actions(pipeline.planned(config.num_microbatches))
+    return [rank_memory(config, pipeline, rank, actions, core) for rank, actions in enumerate(lists)]
+
+
+def rank_memory(config: Config, pipeline: Pipeline, rank: int, actions: Sequence[Action],
+                core: str | None = None) -> StageMemory:  # fmt: skip
+    """The memory of one pipeline rank that runs these actions."""
+    chunks = pipeline.chunks(rank)
+    activations = peak_bytes(actions, [chunk_bytes(config, chunk, core) for chunk in chunks])
+    live = peak_live(actions, pipeline.placement.chunks_per_share)
+    layers, (count, *state, transient) = tuple(chunk.layers for chunk in chunks), rank_state(config, pipeline, rank)
+    return StageMemory(rank, layers, count, *state, activations, live, transient)
+
+
+def rank_state(config: Config, pipeline: Pipeline, rank: int) -> tuple[int, int, int, int, int]:
+    """(parameters, bytes of weights, of gradients, of the optimizer, of what ZeRO-2 and 3 bring within a step) of a rank."""
     weight, gradient, optimizer = state_bytes(config)
-    pipeline, plan = pipeline or pipeline_of(config), []
-    for rank, actions in enumerate(pipeline.actions(pipeline.planned(config.num_microbatches))):
-        count, chunks = rank_parameters(config, rank, pipeline), pipeline.chunks(rank)
-        of_chunk = [chunk_bytes(config, chunk, core) for chunk in chunks]
-        live = peak_live(actions, pipeline.placement.chunks_per_share)
-        layers = tuple(chunk.layers for chunk in chunks)
-        versions = pipeline.weight_versions(rank, config.num_microbatches)
-        extra = _estimate_bytes(config, rank) if pipeline.schedule == "pipemare" else (0, 0)
-        each = weight * versions + extra[0], gradient, optimizer + extra[1]
-        state, activations = (round(size * count) for size in each), peak_bytes(actions, of_chunk)
-        plan.append(StageMemory(rank, layers, count, *state, activations, live, transient_bytes(config, rank, pipeline)))
-    return plan
+    count, versions = rank_parameters(config, rank, pipeline), pipeline.weight_versions(rank, config.num_microbatches)
+    extra = _estimate_bytes(config, rank) if pipeline.schedule == "pipemare" else (0, 0)
+    each = weight * versions + extra[0], gradient, optimizer + extra[1]
+    return count, *(round(size * count) for size in each), transient_bytes(config, rank, pipeline)
+
+
+def buffer_bytes(config: Config) -> int:
+    """Bytes that communication holds at once: the gathered input and the partial output of a tp linear, and pipeline messages
+    posted ahead (pipeline/executor.py: two, and one that leaves)."""
+    parallel, e = config.parallel, ELEMENT_BYTES[config.precision.dtype_name]
+    whole = model_tokens(config) * config.model.hidden_size * e
+    message = whole // parallel.tp if parallel.sequence_parallel else whole
+    return (2 * whole if parallel.sequence_parallel else 0) + (3 * message if parallel.pp > 1 else 0)

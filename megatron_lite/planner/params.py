@@ -90,3 +90,51 @@ def _positions(model: ModelConfig) -> dict[str, int]:
     if model.position_embedding_type != "learned_absolute":
         return {}
     return {"embed_positions": model.max_position_embeddings * model.hidden_size}
+
+
+def unit_tensors(config: Config, chunk: Chunk) -> list[list[int]]:
+    """Elements of every parameter tensor of a chunk on each tp rank: its units (`TransformerStage.units`) in order of use."""
+    model, tp = config.model, config.parallel.tp
+    table, norm = config.padded_vocab_size // tp * model.hidden_size, _vectors(model, model.hidden_size)
+    units = [[table], *([each] for each in _positions(model).values())] if chunk.first else []
+    units += [layer_tensors(model, tp)] * len(chunk.layers)
+    if chunk.last:
+        units.append(norm)
+        if not (model.tied and chunk.first):
+            units.append([table])
+    return units
+
+
+def layer_tensors(model: ModelConfig, tp: int = 1) -> list[int]:
+    """Elements of one layer's parameter tensors on a tp rank; Q, K and V are one, and so are gate and up."""
+    parts, h = layer_parts(model, tp), model.hidden_size
+    width, bias = (2 if model.swiglu else 1) * model.ffn_hidden_size // tp, not model.disable_bias_linear
+    fused = sum(parts[f"self_attn.{name}_proj"] for name in "qkv")
+    rows = fused // (h + int(model.qkv_bias))
+    tensors = _vectors(model, h) * 2 + [rows * h, *([rows] if model.qkv_bias else [])]
+    tensors += (_vectors(model, model.head_dim) * 2) if model.qk_layernorm else []
+    tensors += [parts["self_attn.o_proj"] - bias * h, width * h, parts["mlp.down_proj"] - bias * h]
+    return tensors + ([h, width, h] if bias else [])
+
+
+def partial_elements(config: Config, chunk: Chunk) -> int:
+    """Gradient elements of a chunk that tp ranks sum in one message at the end of a step: what each of them saw only a part
+    of. Under sequence parallelism norms, row biases and learned positions; always q/k norms, and key/value heads that
+    several ranks hold, one slot for each of the different ones."""
+    model, tp = config.model, config.parallel.tp
+    if tp == 1:
+        return 0
+    each, ends = 0, 0
+    if config.parallel.sequence_parallel:
+        each += 2 * _norm(model, model.hidden_size) + (0 if model.disable_bias_linear else 2 * model.hidden_size)
+        ends += sum(_positions(model).values()) if chunk.first else 0
+        ends += _norm(model, model.hidden_size) if chunk.last else 0
+    each += 2 * _norm(model, model.head_dim) if model.qk_layernorm else 0
+    if tp > model.num_kv_heads:
+        each += 2 * model.num_kv_heads * model.head_dim * (model.hidden_size + int(model.qkv_bias))
+    return each * len(chunk.layers) + ends
+
+
+def _vectors(model: ModelConfig, size: int) -> list[int]:
+    """A norm's tensors."""
+    return [size] * (2 if model.normalization == "LayerNorm" else 1)

@@ -7,11 +7,14 @@ from operator import attrgetter
 from megatron_lite.config import Config
 from megatron_lite.grid import Grid
 from megatron_lite.planner.automatic import choose_pipeline, flop_costs
+from megatron_lite.planner.cluster import read_cluster
 from megatron_lite.planner.flops import flops_per_iteration, flops_per_token, tokens_per_iteration
 from megatron_lite.planner.memory import StageMemory, attention_core, full_state_bytes, stage_memory, state_bytes
+from megatron_lite.planner.outlook import outlook
 from megatron_lite.planner.params import count_parameters
 from megatron_lite.planner.pipeline import Pipeline, is_automatic, pipeline_of, pipeline_warnings
 from megatron_lite.planner.recompute import in_words
+from megatron_lite.planner.units import count, size
 from megatron_lite.schedules.draw import draw
 from megatron_lite.schedules.simulate import Costs, Timeline, chunk_costs, simulate
 
@@ -29,6 +32,8 @@ def dry_run_report(config: Config, grid: Grid) -> str:
     notes = [folded(chosen.report)] if chosen else warnings(config)
     picture = schedule_picture(pipeline, config.num_microbatches, chosen and chosen.costs)
     parts = [draw_grid(grid), stage_table(config, pipeline), picture, *notes, work(config, grid), copies(config, grid)]
+    if config.train.cluster is not None:
+        parts.append(folded(outlook(config, pipeline, read_cluster(config.train.cluster))))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -134,24 +139,6 @@ def work(config: Config, grid: Grid) -> str:
         total = train.batch_sizes.samples(train.train_iters) * config.model.seq_length
         lines.append(f"run: {train.train_iters:,} steps = {total:,} tokens, {count(total * flops_per_token(config))}FLOP")
     return "\n".join(lines)
-
-
-def size(number: float) -> str:
-    """Bytes in readable units of 1024: 1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
-
-
-def count(number: float) -> str:
-    """A count in readable units of 1000: 6738415616 -> '6.74 G' (the unit's letter last, to go before another word)."""
-    for unit in ("", "K", "M", "G", "T", "P", "E", "Z"):
-        if number < 999.5:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} Y"
 
 
 def _stage_title(config: Config, plan: list[StageMemory]) -> str:

@@ -217,6 +217,7 @@ ROWS = {
     "compile": ("", "--compile", "compiled"),
     "dry_run": ("", "--dry-run", "iterations"),
     "world_size": ("--dry-run --world-size 1", "--world-size 2", "says"),
+    "cluster": ("--dry-run", "--cluster h100", "says"),
     # checkpoint
     "save": ("", SAVE, "files"),
     "load": ("--train-iters 7", LOAD, "loss"),

@@ -22,7 +22,7 @@ FLOORS = {
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 LOOSE = {path.stem for path in PACKAGE.glob("*.py")}  # files outside folders; on floors 0 and 6 all stand side by side
 # Plain data and plain arithmetic that upper floors share with lower ones: no torch, nothing of ours but floor 0.
-PURE = {"megatron_lite.models.zoo"}
+PURE = {"megatron_lite.models.zoo", "megatron_lite.optim.buckets"}
 # Packages that may be imported inside a function: optional, or heavy and not always needed.
 LAZY = {"wandb", "torch", "transformers", "tokenizers", "sentencepiece", "datasets", "matplotlib", "tqdm", "apex", "amp_C",
         "zstandard", "pyarrow"}  # fmt: skip
