@@ -8,6 +8,7 @@ import pytest
 
 from tests.robustness.test_bad_input import MOCK, Job, tracker
 
+pytestmark = pytest.mark.usefixtures("server")
 STEPS = 12
 RUN = [*MOCK, "--train-iters", STEPS]
 
@@ -17,7 +18,7 @@ def losses(path):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def uninterrupted(tmp_path_factory, server):
     folder = tmp_path_factory.mktemp("whole")
     Job(folder, *RUN, "--jsonl", folder / "log", ranks=2).succeeds()
     return losses(folder / "log")
