@@ -12,4 +12,17 @@ export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive # many ranks share few cores: n
 echo "[tests] ruff"
 "$PYTHON" -m ruff check
 echo "[tests] pytest $*"
-exec "$PYTHON" -m pytest "$@"
+if [ -n "${*/--full/}" ]; then exec "$PYTHON" -m pytest "$@"; fi
+
+# The whole suite in two processes side by side: most tests use one core, or wait for each other's ranks.
+FIRST=(tests/parity tests/schedules)
+LOG=$(mktemp)
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$LOG"' EXIT
+"$PYTHON" -m pytest "$@" "${FIRST[@]}" >"$LOG" 2>&1 &
+failed=0
+"$PYTHON" -m pytest "$@" "${FIRST[@]/#/--ignore=}" || failed=$?
+wait $! || failed=$?
+echo "[tests] ${FIRST[*]}, run at the same time"
+cat "$LOG"
+[ "$failed" = 0 ] && echo "[tests] all passed" || echo "[tests] FAILED" >&2
+exit "$failed"

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +20,7 @@ from layouts import (
     run_steps,
 )
 
+import pretrain_gpt
 from megatron_lite.comm.mesh import Axis, build_mesh
 from megatron_lite.models.norm import LayerNorm
 from megatron_lite.optim.scaler import LossScale
@@ -34,7 +32,6 @@ from megatron_lite.training.state import Progress, restore, save
 from megatron_lite.training.step import train_step
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = [(2, {}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (4, {"tp": 2, "pp": 2})]
 
 
@@ -208,13 +205,13 @@ def test_layer_norm_has_fp32_statistics():
     torch.testing.assert_close(norm.weight.main_grad.double(), (dy.double() * normed).sum(0), rtol=1e-5, atol=1e-4)
 
 
-def test_a_run_looks_for_its_scale(tmp_path):
+def test_a_run_looks_for_its_scale(tmp_path, capsys):
     """From 2^32 a run finds its scale: skipped steps are counted, their data is consumed, their rate is not."""
     flags = ("--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --vocab-size 40 "
              "--mock-data --lr 1e-3 --lr-warmup-iters 10 --train-iters 30 --log-interval 1 --peak-tflops 1 "
              f"--fp16 --hysteresis 1 --distributed-backend gloo --jsonl {tmp_path}/log.jsonl --save {tmp_path}/s")  # fmt: skip
-    done = subprocess.run([sys.executable, str(ROOT / "pretrain_gpt.py"), *flags.split()], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert pretrain_gpt.main(flags.split()) == 0
+    said = capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     skipped = [row["skipped-iterations"] for row in rows]
     first = skipped.index(0)
@@ -228,6 +225,6 @@ def test_a_run_looks_for_its_scale(tmp_path):
         if taken >= 10:
             break
     assert [row["learning-rate"] for row in rows[: len(rates)]] == pytest.approx(rates)
-    assert "loss scale: 4294967296.0 |" in done.stdout and "number of skipped iterations:   1 |" in done.stdout
+    assert "loss scale: 4294967296.0 |" in said and "number of skipped iterations:   1 |" in said
     meta = json.loads(next((tmp_path / "s").glob("iter_0000030/*.json")).read_text())
-    assert "loss_scale" in json.dumps(meta) and "is not finite" not in done.stdout
+    assert "loss_scale" in json.dumps(meta) and "is not finite" not in said

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import GPT, LLAMA, config_for, replace, run_everywhere
+from layouts import GPT, LLAMA, config_for, replace, run_everywhere, slow
 
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Axis
@@ -68,7 +68,7 @@ def bf16_wire(config):
 
 
 @pytest.mark.parametrize(("model", "world", "flags"), [
-    (GPT, 2, {}), (LLAMA, 4, {"pp": 2}), (GPT, 4, {}), (LLAMA, 4, {"tp": 2, "sp": True})])  # fmt: skip
+    (GPT, 2, {}), (LLAMA, 4, {"pp": 2}), slow(GPT, 4, {}), (LLAMA, 4, {"tp": 2, "sp": True})])  # fmt: skip
 def test_training(pool, model, world, flags):
     """Replicas stay equal, gradients are those of an fp32 wire to bf16's digits, overlap changes no bit."""
     config = replace(config_for(dataclasses.replace(model, init_method_std=0.1), precision="fp32", **flags), "optimizer", lr=1e-3)

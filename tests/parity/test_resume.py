@@ -13,6 +13,7 @@ from layouts import (
     merge,
     replace,
     run_steps,
+    slow,
 )
 
 from megatron_lite.checkpoint.agree import CheckpointError
@@ -80,15 +81,16 @@ def saved(pool, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("source", "world", "flags", "divisor"), [
-    ("llama_tp2", 1, {}, 8), ("llama_tp2", 2, {"pp": 2}, 8), ("llama_tp2", 4, {"tp": 4}, 32),
-    ("llama_tp2_pp2", 1, {}, 8), ("llama_tp2_pp2", 2, {"tp": 2}, 45), ("llama_tp2_pp2", 4, {"pp": 4}, 1),
-    ("llama_1", 8, {"tp": 2, "pp": 2, "sp": True}, 96), ("llama_1", 3, {"pp": 3}, 8),
-    ("gpt_pp2_dp2", 2, {}, 8), ("gpt_pp2_dp2", 1, {}, 128), ("gpt_pp2_dp2", 4, {"pp": 4}, 8), ("gpt_pp2_dp2", 4, {"tp": 4}, 8),
+    slow("llama_tp2", 1, {}, 8), ("llama_tp2", 2, {"pp": 2}, 8), ("llama_tp2", 4, {"tp": 4}, 32),
+    slow("llama_tp2_pp2", 1, {}, 8), ("llama_tp2_pp2", 2, {"tp": 2}, 45), ("llama_tp2_pp2", 4, {"pp": 4}, 1),
+    ("llama_1", 8, {"tp": 2, "pp": 2, "sp": True}, 96), slow("llama_1", 3, {"pp": 3}, 8),
+    slow("gpt_pp2_dp2", 2, {}, 8), ("gpt_pp2_dp2", 1, {}, 128), slow("gpt_pp2_dp2", 4, {"pp": 4}, 8),
+    slow("gpt_pp2_dp2", 4, {"tp": 4}, 8),
     ("gpt_dp2", 2, {"pp": 2, "decoder_first_pipeline_num_layers": 1}, 8), ("gpt_dp2", 4, {}, 8),
-    ("gpt_interleaved", 1, {}, 8), ("gpt_zbv", 2, {"pp": 2}, 8), ("gpt_zbv", 4, {"pp": 2, "tp": 2}, 16),
+    ("gpt_interleaved", 1, {}, 8), slow("gpt_zbv", 2, {"pp": 2}, 8), ("gpt_zbv", 4, {"pp": 2, "tp": 2}, 16),
     ("gpt_dp2", 2, {"pp": 2, "pipeline_schedule": "zbv"}, 8),
-    ("gpt_dualpipe", 1, {}, 8), ("gpt_dualpipe", 4, {"pp": 2, "pipeline_schedule": "dualpipe"}, 64),
-    ("llama_tp2", 4, {"pp": 2, "tp": 2, "pipeline_schedule": "dualpipe"}, 8),
+    slow("gpt_dualpipe", 1, {}, 8), ("gpt_dualpipe", 4, {"pp": 2, "pipeline_schedule": "dualpipe"}, 64),
+    slow("llama_tp2", 4, {"pp": 2, "tp": 2, "pipeline_schedule": "dualpipe"}, 8),
     ("llama_1", 4, {"pp": 2, "num_virtual_stages_per_pipeline_rank": 2}, 8),
     ("gpt_tp2", 1, {}, 90), ("gpt_tp2", 2, {"pp": 2, "ddp_bucket_size": 5000}, 64),
 ])  # fmt: skip
@@ -100,11 +102,13 @@ def test_another_layout_goes_on_alike(pool, saved, source, world, flags, divisor
     assert_equal_runs(run, straight, 1e-10)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("model", "world", "flags"), [
-    (GPT, 1, {}), (LLAMA, 4, {"tp": 2, "sp": True}), (GPT, 4, {"tp": 2, "pp": 2}),
-    (GPT, 4, {"pp": 2, "pipeline_schedule": "dualpipe"}),
-], ids=["gpt_1", "llama_tp2_dp2", "gpt_tp2_pp2", "gpt_dualpipe_dp2"])  # fmt: skip
+@pytest.mark.parametrize(("model", "world", "flags", "precision"), [
+    (GPT, 1, {}, "fp32"), slow(GPT, 1, {}, "bf16"),
+    slow(LLAMA, 4, {"tp": 2, "sp": True}, "fp32"), (LLAMA, 4, {"tp": 2, "sp": True}, "bf16"),
+    (GPT, 4, {"tp": 2, "pp": 2}, "fp32"), slow(GPT, 4, {"tp": 2, "pp": 2}, "bf16"),
+    slow(GPT, 4, {"pp": 2, "pipeline_schedule": "dualpipe"}, "fp32"),
+    (GPT, 4, {"pp": 2, "pipeline_schedule": "dualpipe"}, "bf16"),
+])  # fmt: skip
 def test_the_same_layout_goes_on_bit_for_bit(pool, tmp_path, model, world, flags, precision):
     """With dropout (C12), and from fp32 masters under bf16 (C19)."""
     model = dataclasses.replace(model, hidden_dropout=0.1, attention_dropout=0.1)

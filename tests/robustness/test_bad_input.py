@@ -1,7 +1,7 @@
 """pretrain_gpt.py end to end, when something is wrong: one clear line, every rank ends, what was saved still loads.
 
-Most runs are forked from a server that has torch loaded (a run then takes a second instead of five); those that are about
-starting up or about torchrun use the real command.
+Most runs are forked from a server that has everything loaded (a rank then starts at once, not in five seconds); those that
+are about starting up or about torchrun use the real command.
 """
 
 import json
@@ -20,6 +20,7 @@ import pytest
 
 from megatron_lite.data.indexed import IndexedWriter
 
+pytestmark = pytest.mark.usefixtures("server")
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 30.0  # seconds a failing run may take to be gone
 SIZES = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 "
@@ -54,7 +55,6 @@ class Job:
         self.folder = folder / f"job-{Job.count}"
         self.folder.mkdir()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "megatron_lite.comm.launch"])
         self.processes, self.started = [], time.monotonic()
         port = free_port()
         for rank in range(ranks):

@@ -12,6 +12,7 @@ from megatron_lite.checkpoint.folder import TRACKER
 from megatron_lite.data.indexed import IndexedWriter
 from tests.robustness.test_bad_input import MOCK, SIZES, Job, rows, tracker
 
+pytestmark = pytest.mark.usefixtures("server")
 STEPS = 12
 RUN = [*MOCK, "--train-iters", STEPS]
 
@@ -21,7 +22,7 @@ def losses(path):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def uninterrupted(tmp_path_factory, server):
     folder = tmp_path_factory.mktemp("whole")
     Job(folder, *RUN, "--jsonl", folder / "log", ranks=2).succeeds()
     return losses(folder / "log")

@@ -1,35 +1,27 @@
 """Traces of a real run: every action once and in order, the bubble as the log line has it, the tool's page and prints."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from megatron_lite.schedules import build_schedule
 from megatron_lite.schedules.actions import parse_action
 from megatron_lite.schedules.simulate import Costs
+from tests.robustness.test_bad_input import Job
 from tools import trace
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN = ("--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --pipeline-model-parallel-size 2 "
        "--pipeline-schedule zbv --micro-batch-size 1 --global-batch-size 6 --lr 1e-3 --train-iters 4 --log-interval 1 "
        "--mock-data --vocab-size 64 --trace-steps 2")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, server):
     """(trace folder, rows of the log) of a small run on two ranks."""
     folder = tmp_path_factory.mktemp("trace")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py"]
-    files = ["--trace-dir", str(folder / "t"), "--jsonl", str(folder / "log.jsonl")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launcher, *RUN.split(), *files], cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
+    Job(folder, *RUN.split(), "--trace-dir", folder / "t", "--jsonl", folder / "log.jsonl", ranks=2).succeeds()
     return folder / "t", [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
