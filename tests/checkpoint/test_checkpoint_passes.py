@@ -5,16 +5,17 @@ import os
 import random
 import threading
 import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_lite.checkpoint import shard_file
 from megatron_lite.checkpoint.background import Task
+from megatron_lite.checkpoint.boxes import Piece
 from megatron_lite.checkpoint.load import Loader, mostly_read, turns
 from megatron_lite.checkpoint.manifest import Stored
 from megatron_lite.checkpoint.shard_file import ShardReader, bytes_of, write_shard
-from megatron_lite.checkpoint.boxes import Piece
 from tests.checkpoint.checkpoint_model import full_state, play_save, rank_pieces, rank_targets
 
 SHAPES = [(), (0, 3), (7,), (5, 3), (1, 40), (4, 3, 2)]
@@ -101,10 +102,9 @@ def test_replicas_share_alike_whatever_the_pattern_of_sizes(period):
 
 def as_reads(own):
     """Arguments of `mostly_read`: blocks of 8 elements, of which 4 are read where `own` says so, else 3."""
-    from types import SimpleNamespace as Some
-
     blocks = [(Stored("file", str(i), (0,), (8,), 0), None) for i in range(len(own))]
-    return blocks, [Some(box=box, shared=((0,), (4 if yes else 3,))) for (box, _), yes in zip(blocks, own, strict=True)]
+    lengths = [4 if yes else 3 for yes in own]
+    return blocks, [SimpleNamespace(box=box, shared=((0,), (n,))) for (box, _), n in zip(blocks, lengths, strict=True)]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 2), (2, 4), (4, 1)])

@@ -18,9 +18,8 @@ def test_a_small_state_is_measured(pool, tmp_path, capsys):
     assert plans["blocks"] == 36
     rows = checkpoint.rows_of(found[0], PEAKS, plans)
     assert all(row["measured"] > 0 or "slower" in row["what"] for row in rows)
-    bounds = {row["what"]: row["ok"] for row in rows}
-    assert not bounds["peak of a load at tp2·pp2: times a fresh start's"] and bounds["peak of a load at tp1·pp4: times a fresh start's"]
-    assert bounds["peak of native-to-hf, MB (2 x largest tensor + 300)"] and not bounds["peak of hf-to-native, MB (2 x largest tensor + 300)"]
+    good = [row["ok"] for row in rows if row["what"].startswith("peak")]
+    assert good == [False, True, True, False]  # 16 and 15 of 10 MB, 320 and 321 of 320
     checkpoint.show(found[0], rows)
     assert len(capsys.readouterr().out.splitlines()) == 1 + 11 + 2 + len(rows)
 
