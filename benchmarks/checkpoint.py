@@ -246,7 +246,7 @@ def memory(folder: Path, hidden: int) -> dict[str, float]:
     """Peaks in MB: of a start, fresh and from the checkpoint in `folder`, at two layouts; of converters, and their limit."""
     found = {}
     for layout in (OWN, "tp1·pp4"):
-        fresh, loaded = (max(run(peak, RANKS, layout, str(folder), hidden, load)) for load in (False, True))
+        fresh, loaded = (max(run(peak, RANKS, layout, str(folder), hidden, load, timeout=600)) for load in (False, True))
         found |= {f"fresh start {layout}": fresh, f"load {layout}": loaded}
     entries = read_manifest(folder / "iter_0000010").tensors.values()
     found["converter's limit"] = 300 + 2 * max(sum(map(entry.bytes_of, entry.boxes)) for entry in entries) / 1e6
