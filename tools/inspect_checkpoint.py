@@ -68,7 +68,7 @@ def read(folder: Path, manifest: Manifest, key: str, entry: Entry) -> torch.Tens
     found = loader.prepare(check_sizes=False).problems
     if found:
         raise CheckpointError(f"{folder} cannot be read", found)
-    loader.fill([key], 0, 1)
+    loader.fill()
     return full
 
 

@@ -13,10 +13,11 @@ of the interpreter's lock.
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Thread
 from typing import Generic, TypeVar
 
 import torch
@@ -55,16 +56,25 @@ class Snapshot:
         return copies
 
 
+def step_aside() -> None:
+    """This thread runs in time that nobody else wants, so that a core it needs is not taken from a step (Linux: elsewhere
+    threads have no priority of their own)."""
+    if sys.platform.startswith("linux"):
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
 class Task(Generic[T]):
     """A function at work in a thread; its value or its error is kept until somebody asks."""
 
     def __init__(self, work: Callable[[], T]):
         self.work, self.value, self.error = work, None, None
         # A daemon: when another rank is gone the process ends without waiting for a checkpoint that cannot be completed.
-        self.thread = Thread(target=self._run, name="checkpoint", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
+        step_aside()
         try:
             self.value = self.work()
         except BaseException as error:  # kept for the thread that trains: nothing is lost with this one

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import add, le, sub
 
 import torch
 
@@ -94,15 +95,9 @@ def flat_boxes(start: int, length: int, shape: Sequence[int]) -> list[Span]:
 
 def overlap(a: Span, b: Span) -> Span | None:
     """The block two boxes share, or None."""
-    offset, length = [], []
-    for a_start, a_size, b_start, b_size in zip(*a, *b, strict=True):
-        start = max(a_start, b_start)
-        size = min(a_start + a_size, b_start + b_size) - start
-        if size <= 0:
-            return None
-        offset.append(start)
-        length.append(size)
-    return tuple(offset), tuple(length)
+    offset = tuple(map(max, a[0], b[0]))
+    length = tuple(map(sub, map(min, map(add, *a), map(add, *b)), offset))
+    return (offset, length) if min(length, default=1) > 0 else None
 
 
 def subtract(box: Span, hole: Span) -> list[Span]:
@@ -132,8 +127,8 @@ def uncovered(box: Span, covers: Iterable[Span]) -> list[Span]:
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Span]) -> str | None:
     """Why `boxes` do not tile a tensor of `shape` exactly (each element once), or None if they do."""
     for offset, length in boxes:
-        inside = len(offset) == len(length) == len(shape)
-        if not inside or any(o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, length, shape, strict=True)):
+        inside = len(offset) == len(length) == len(shape) and min((0, *offset, *length)) == 0
+        if not inside or not all(map(le, map(add, offset, length), shape)):
             return f"block {text(offset, length)} lies outside its shape {list(shape)}"
     # Sweep along the first dim: a box can only meet those that have not ended where it begins.
     active: list[Span] = []

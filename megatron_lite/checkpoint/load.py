@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+import torch
 
 from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint, agree, raise_together
 from megatron_lite.checkpoint.boxes import Request, Span, fault_of, overlap, text, uncovered
@@ -37,7 +40,8 @@ def load_checkpoint(
 ) -> dict:
     """Fill every request from an iteration (None: the latest); return the checkpoint's `meta`. Collective, all ranks.
 
-    verify  hold the bytes of every wanted block against its checksum, each block once, dealt out over the ranks
+    verify  hold the bytes of every wanted block against its checksum, each block once: by a rank that reads it anyway, in the
+            same pass, where there is one
     strict  a tensor of a requested namespace (`model`, `optim/exp_avg`, ...) that no rank asks for is an error
     check   gets the `meta` before any tensor is looked at; its CheckpointError ends the load on every rank
 
@@ -75,7 +79,8 @@ def load_folder(
     problems[0] = problems[0] + ([f"tensor {key}: stored, but no rank asks for it" for key in extra] if strict else [])
     raise_together(problems, world, doing)
 
-    agree(lambda: loader.fill(wanted, world.rank, world.size), world, doing)
+    mine = loader.share(wanted, [answer.reads for answer in answers], world.rank) if verify else []
+    agree(lambda: loader.fill(mine), world, doing)
     return loader.manifest.meta
 
 
@@ -88,14 +93,22 @@ def locate(directory: str | os.PathLike, iteration: int | None) -> Path:
 
 
 class Answer(NamedTuple):
-    """What a rank tells the others before anybody reads: the tensors it asks for, their namespaces, what is wrong.
-
-    `wanted` has one bit per stored tensor, so that the wishes of a thousand ranks are a few hundred bytes each.
-    """
+    """What a rank tells the others before anybody reads: tensors it asks for (one bit per stored tensor), blocks it reads most
+    of (one bit per stored block), the namespaces it asks for, what is wrong."""
 
     wanted: int
+    reads: bytes
     spaces: set[str]
     problems: list[str]
+
+
+class Job(NamedTuple):
+    """What is to be done with one stored block: parts of it (placed relative to it) to copy, its checksum to compare."""
+
+    box: Stored
+    dtype: str
+    verify: bool
+    parts: list[tuple[Span, torch.Tensor]]
 
 
 class Loader:
@@ -104,11 +117,13 @@ class Loader:
     def __init__(self, folder: Path, requests: Sequence[Request], verify: bool):
         self.folder, self.requests, self.verify = folder, requests, verify
         self.manifest: Manifest | None = None
+        self.blocks: list[tuple[Stored, Entry]] = []  # of the manifest, numbered alike on every rank
         self.reads: list[Read] = []
 
     def prepare(self, check_sizes: bool, check: Callable[[dict], None] | None = None) -> Answer:
         """Read the manifest and plan."""
         self.manifest = read_manifest(self.folder, self.verify)
+        self.blocks = [(box, entry) for entry in self.manifest.tensors.values() for box in entry.boxes]
         if check:
             check(self.manifest.meta)
         if check_sizes and (wrong := size_problems(self.folder, self.manifest)):
@@ -116,7 +131,7 @@ class Loader:
         self.reads, problems = plan(self.manifest, self.requests)
         names = {request.key for request in self.requests}
         wanted = sum(1 << i for i, key in enumerate(self.manifest.tensors) if key in names)
-        return Answer(wanted, {namespace(name) for name in names}, problems)
+        return Answer(wanted, mostly_read(self.blocks, self.reads), {namespace(name) for name in names}, problems)
 
     def merge(self, wanted: list[int], spaces: list[set[str]]) -> tuple[list[str], list[str]]:
         """(keys that some rank asks for, keys in a requested namespace that none asks for)."""
@@ -127,22 +142,29 @@ class Loader:
         chosen = [key for i, key in enumerate(keys) if bits >> i & 1]
         return chosen, sorted({key for key in keys if namespace(key) in asked} - set(chosen))
 
-    def fill(self, wanted: Sequence[str], rank: int, ranks: int) -> None:
-        """Check this rank's share of the wanted blocks, read what it asks for, file by file. Collects all problems."""
-        checks, reads = defaultdict(list), defaultdict(list)
-        for box, entry in share(self.manifest, wanted, rank, ranks) if self.verify else ():
-            checks[box.file].append((box, entry))
+    def share(self, wanted: Iterable[str], reads: Sequence[bytes], rank: int) -> list[int]:
+        """Numbers of the blocks that this rank verifies, of the wanted tensors. `reads`: every rank's `Answer.reads`."""
+        tensors, keys = self.manifest.tensors, set(wanted)
+        of_wanted = [key in keys for key, entry in tensors.items() for _ in entry.boxes]
+        return [int(number) for number in np.flatnonzero(turns(reads, rank, len(self.blocks)) & np.array(of_wanted, bool))]
+
+    def fill(self, mine: Iterable[int] = ()) -> None:
+        """Read what this rank asks for and verify the blocks `mine`, file by file. Collects all problems."""
+        jobs: dict[str, dict[str, Job]] = defaultdict(dict)
+        for box, entry in (self.blocks[number] for number in mine):
+            jobs[box.file][box.key] = Job(box, entry.dtype, True, [])
         for read in self.reads:
-            reads[read.box.file].append(read)
+            job = jobs[read.box.file].setdefault(read.box.key, Job(read.box, read.dtype, False, []))
+            job.parts.append(part_of(read))
         problems = []
-        for name in sorted({*checks, *reads}):
+        for name in sorted(jobs):
             try:
                 with ShardReader(self.folder / name) as file:
-                    for box, entry in checks[name]:
-                        if file.checksum(box, entry) != box.crc32:
-                            problems.append(f"{file.path} is damaged: the checksum of {box.key} does not fit")
-                    for read in reads[name]:
-                        copy(file, read)
+                    for job in sorted(jobs[name].values(), key=lambda job: file.position(job.box, job.dtype)):
+                        if job.verify and file.read_all(job.box, job.dtype, job.parts) != job.box.crc32:
+                            problems.append(f"{file.path} is damaged: the checksum of {job.box.key} does not fit")
+                        for part, target in () if job.verify else job.parts:
+                            file.read_box(job.box, job.dtype, part, target)
             except CheckpointError as error:
                 problems.append(str(error))
         if problems:
@@ -171,8 +193,13 @@ def plan(manifest: Manifest, requests: Sequence[Request]) -> tuple[list[Read], l
 def meeting(entry: Entry, request: Request) -> list[tuple[Stored, Span]]:
     """The stored blocks that hold a part of the request, and that part."""
     wanted = (tuple(request.offset), tuple(request.length))
+    start, end = (wanted[0][0], wanted[0][0] + wanted[1][0]) if entry.shape else (0, 0)
     found = []
     for box in entry.boxes:
+        if entry.shape and box.offset[0] >= end:
+            break  # they are in order of their offsets
+        if entry.shape and box.offset[0] + box.length[0] <= start:
+            continue
         shared = overlap(box.span, wanted)
         if shared is not None:
             found.append((box, shared))
@@ -202,28 +229,36 @@ def size_problems(folder: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def share(manifest: Manifest, wanted: Sequence[str], rank: int, ranks: int) -> list[tuple[Stored, Entry]]:
-    """The blocks whose checksums this rank verifies: the wanted blocks in file order, cut into runs of equal bytes.
+def mostly_read(blocks: Sequence[tuple[Stored, Entry]], reads: Iterable[Read]) -> bytes:
+    """One bit per block: whether these reads take half of it or more, so that all of it may as well pass by."""
+    taken: Counter[tuple[str, str]] = Counter()
+    for read in reads:
+        taken[read.box.file, read.box.key] += math.prod(read.shared[1])
+    most = [2 * taken.get((box.file, box.key), 0) >= math.prod(box.length) for box, _ in blocks]
+    return np.packbits(np.array(most, bool)).tobytes()
 
-    At the layout that saved, a rank's run is about its own file: it verifies what it is going to read anyway.
+
+def turns(reads: Sequence[bytes], rank: int, count: int) -> np.ndarray:
+    """Which of `count` blocks it is this rank's turn to verify, [count] bool: of each block it is one rank's.
+
+    One of those that read most of the block anyway (`reads`, a bit per block and rank), where there are any, else of all.
     """
-    blocks = sorted(
-        ((box, entry) for key in wanted for entry in [manifest.tensors[key]] for box in entry.boxes),
-        key=lambda block: (block[0].file, block[0].key),
-    )
-    sizes = [entry.bytes_of(box) for box, entry in blocks]
-    total, start, mine = max(1, sum(sizes)), 0, []
-    for block, size in zip(blocks, sizes, strict=True):
-        if min(start * ranks // total, ranks - 1) == rank:
-            mine.append(block)
-        start += size
-    return mine
+    readers, before = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for other, bits in enumerate(reads):
+        has = np.unpackbits(np.frombuffer(bits, np.uint8), count=count)
+        readers += has
+        before += has if other < rank else 0
+    own = np.unpackbits(np.frombuffer(reads[rank], np.uint8), count=count) | (readers == 0)
+    before = np.where(readers == 0, rank, before)
+    readers = np.where(readers == 0, len(reads), readers)
+    # Multiples of the golden ratio fall evenly over the readers, in whatever order large and small blocks take turns.
+    chosen = (np.arange(count) * ((math.sqrt(5) - 1) / 2) % 1.0 * readers).astype(np.int64)
+    return own.astype(bool) & (chosen == before)
 
 
-def copy(file: ShardReader, read: Read) -> None:
-    """Fill the part of the request that one stored block holds."""
+def part_of(read: Read) -> tuple[Span, torch.Tensor]:
+    """(the part of the stored block, placed relative to it; the part of the request's tensor that it fills)."""
     offset, length = read.shared
     within = tuple(o - b for o, b in zip(offset, read.box.offset, strict=True))
-    target = read.request.tensor.detach()
     place = tuple(slice(o - r, o - r + n) for o, r, n in zip(offset, read.request.offset, length, strict=True))
-    file.read_box(read.box, read.dtype, (within, length), target[place])
+    return (within, length), read.request.tensor.detach()[place]

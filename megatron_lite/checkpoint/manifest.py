@@ -93,9 +93,10 @@ def assemble(iteration: int, files: dict[str, int], written: Iterable[Written], 
         shape, dtype = groups[key][0].shape, groups[key][0].dtype
         boxes = tuple(sorted((block.box for block in groups[key]), key=lambda box: box.offset))
         fault = tiling_fault(shape, [box.span for box in boxes])
-        kinds = sorted({f"{block.dtype}{list(block.shape)}" for block in groups[key]})
+        kinds = {(block.dtype, block.shape) for block in groups[key]}
         if len(kinds) > 1:
-            fault = f"its blocks belong to different tensors: {' and '.join(kinds)}"
+            names = sorted(f"{kind}{list(size)}" for kind, size in kinds)
+            fault = f"its blocks belong to different tensors: {' and '.join(names)}"
         if fault:
             problems.append(f"tensor {key}: {fault}")
         tensors[key] = Entry(shape, dtype, boxes)

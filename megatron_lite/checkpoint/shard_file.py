@@ -22,6 +22,8 @@ from megatron_lite.checkpoint.manifest import DTYPES, Entry, Stored, Written
 
 BLOCK = 8 << 20  # bytes handled at a time: big enough for the disk, small enough for the cache and for memory
 
+Rows = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]  # offset and length of a part of a block, and its target
+
 
 def file_key(piece: Piece) -> str:
     """The tensor's key where the piece is the full tensor, else the key and the block: `model/norm.weight[0:32]`."""
@@ -30,7 +32,10 @@ def file_key(piece: Piece) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    if not tensor.numel():
+        return memoryview(b"")
+    # One element may be contiguous with any stride, which `view` does not take.
+    return memoryview(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
 
 
 def plan_file(pieces: Sequence[Piece]) -> tuple[dict[str, Piece], bytes]:
@@ -86,14 +91,21 @@ def write_shard(path: Path, pieces: Sequence[Piece], produce: Callable[[Piece], 
 
 
 def write_tensor(fd: int, tensor: torch.Tensor) -> int:
-    """Append a tensor's bytes to an open file; their crc32."""
+    """Append a tensor's bytes to an open file and have the disk begin with them; their crc32."""
     raw = bytes_of(tensor.detach().to("cpu").contiguous())
     crc = 0
     for start in range(0, len(raw), BLOCK):
         block = raw[start : start + BLOCK]
         crc = zlib.crc32(block, crc)
         write_all(fd, block)
+        start_writing(fd, len(block))
     return crc
+
+
+def start_writing(fd: int, size: int) -> None:
+    """The disk begins with the last `size` bytes, so that the fsync at the end finds most of it done. Nothing waits for it."""
+    if hasattr(os, "posix_fadvise"):  # says that the cache may let go of them, which Linux begins by writing them
+        os.posix_fadvise(fd, os.lseek(fd, 0, os.SEEK_CUR) - size, size, os.POSIX_FADV_DONTNEED)
 
 
 def write_all(fd: int, block: memoryview) -> None:
@@ -165,41 +177,68 @@ class ShardReader:
 
     def checksum(self, box: Stored, entry: Entry) -> int:
         """crc32 of a block's bytes."""
-        position, left, crc = self.position(box, entry.dtype), entry.bytes_of(box), 0
-        buffer = memoryview(bytearray(min(BLOCK, left)))
-        while left:
-            block = buffer[: min(BLOCK, left)]
-            self.read_into(block, position)
-            crc = zlib.crc32(block, crc)
-            position, left = position + len(block), left - len(block)
+        return self.read_all(box, entry.dtype, ())
+
+    def read_all(self, box: Stored, dtype: str, parts: Sequence[tuple[Span, torch.Tensor]]) -> int:
+        """The crc32 of all of the block's bytes and, in the same pass, parts of it (as for `read_box`) into their targets."""
+        position, kind, crc = self.position(box, dtype), getattr(torch, dtype), 0
+        parts = [as_rows(part, target) for part, target in parts]
+        rows = (tuple(box.length) or (1,)) if parts else (math.prod(box.length),)
+        if len(parts) == 1 and parts[0][1] == rows and fits_in_place(parts[0], rows, kind):
+            raw = bytes_of(parts[0][2])
+            for start in range(0, len(raw), BLOCK):
+                block = raw[start : start + BLOCK]
+                self.read_into(block, position + start)
+                crc = zlib.crc32(block, crc)  # while the cache still holds it
+            return crc
+        for first, block in self.row_blocks(position, rows, kind):
+            crc = zlib.crc32(bytes_of(block), crc)
+            for part in parts:
+                copy_rows(block, first, part)
         return crc
 
     def read_box(self, box: Stored, dtype: str, part: Span, target: torch.Tensor) -> None:
         """Copy a part of the block (placed relative to it) into `target` of the part's shape, converting dtypes."""
-        offset, length = part
-        position = self.position(box, dtype)
-        kind = getattr(torch, dtype)
-        rows, target = box.length, target.detach()
-        if not rows:  # a scalar is one row of one element
-            rows, offset, length, target = (1,), (0,), (1,), target.reshape(1)
-        row = math.prod(rows[1:])
-        full_rows = tuple(length[1:]) == tuple(rows[1:])
-        start, count = position + offset[0] * row * kind.itemsize, length[0]
-        if full_rows and target.dtype == kind and target.device.type == "cpu" and target.is_contiguous():
+        position, kind, rows = self.position(box, dtype), getattr(torch, dtype), box.length or (1,)
+        offset, length, target = as_rows(part, target)
+        start = position + offset[0] * math.prod(rows[1:]) * kind.itemsize
+        if fits_in_place((offset, length, target), rows, kind):
             self.read_into(bytes_of(target), start)
             return
-        inner = tuple(slice(o, o + n) for o, n in zip(offset[1:], length[1:], strict=True))
-        for first, rows_here, block in self.row_blocks(start, count, row, kind):
-            target[first : first + rows_here].copy_(block.view(rows_here, *rows[1:])[(slice(None), *inner)])
+        for first, block in self.row_blocks(start, (length[0], *rows[1:]), kind):
+            copy_rows(block, offset[0] + first, (offset, length, target))
 
-    def row_blocks(
-        self, start: int, count: int, row: int, kind: torch.dtype
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """`count` whole rows of `row` elements from byte `start` on, a few MB at once: (first row, rows, flat)."""
-        step = max(1, min(count, BLOCK // max(1, row * kind.itemsize)))
-        buffer = bytearray(step * row * kind.itemsize)
-        for first in range(0, count, step):
-            rows = min(step, count - first)
-            size = rows * row * kind.itemsize
-            self.read_into(memoryview(buffer)[:size], start + first * row * kind.itemsize)
-            yield first, rows, torch.frombuffer(buffer, dtype=kind, count=rows * row)
+    def row_blocks(self, start: int, shape: Sequence[int], kind: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+        """The rows of a tensor that begins at byte `start`, a few MB at once: (first row, [rows, ...])."""
+        row = math.prod(shape[1:])
+        if not row:
+            return
+        step = max(1, min(shape[0], BLOCK // (row * kind.itemsize)))
+        buffer = torch.empty(step, *shape[1:], dtype=kind)
+        for first in range(0, shape[0], step):
+            block = buffer[: min(step, shape[0] - first)]
+            self.read_into(bytes_of(block), start + first * row * kind.itemsize)
+            yield first, block
+
+
+def as_rows(part: Span, target: torch.Tensor) -> Rows:
+    """The same with at least one dim: a scalar is one row of one element."""
+    offset, length = part
+    target = target.detach()
+    return (tuple(offset), tuple(length), target) if offset else ((0,), (1,), target.reshape(1))
+
+
+def fits_in_place(part: Rows, rows: Sequence[int], kind: torch.dtype) -> bool:
+    """Whether a part of a block of shape `rows` lies in the file as it does in its target."""
+    _, length, target = part
+    own_memory = target.device.type == "cpu" and target.is_contiguous()
+    return length[1:] == tuple(rows[1:]) and target.dtype == kind and own_memory
+
+
+def copy_rows(block: torch.Tensor, first: int, part: Rows) -> None:
+    """Copy what a part wants of `block`, which is the rows from `first` on."""
+    offset, length, target = part
+    start, end = max(offset[0], first), min(offset[0] + length[0], first + len(block))
+    if start < end:
+        inner = tuple(slice(o, o + n) for o, n in zip(offset[1:], length[1:], strict=True))
+        target[start - offset[0] : end - offset[0]].copy_(block[(slice(start - first, end - first), *inner)])
