@@ -14,6 +14,7 @@ from megatron_lite.data.fim import Fim, FimSamples, fill_in_the_middle
 from megatron_lite.data.indexed import DataError
 from megatron_lite.data.loader import BatchLoader
 from megatron_lite.data.samples import MockSamples
+from megatron_lite.rampup import BatchSizes
 
 EOD, PREFIX, MIDDLE, SUFFIX, VOCAB = 9, 20, 21, 22, 30
 TOKENS = st.integers(5, EOD)
@@ -36,7 +37,7 @@ def test_starts(rows):
 
 def loader(dp_rank=0, dp_size=1, samples=None, **flags):
     flags = {"eod": EOD, **flags}
-    return BatchLoader(samples or MockSamples(VOCAB, 16, 3), micro_batch_size=2, num_microbatches=4 // dp_size, dp_rank=dp_rank,
+    return BatchLoader(samples or MockSamples(VOCAB, 16, 3), micro_batch_size=2, batch_sizes=BatchSizes(8), dp_rank=dp_rank,
                        dp_size=dp_size, vocab_size=VOCAB, prefetch=0, **flags)  # fmt: skip
 
 

@@ -98,8 +98,9 @@ def test_splits(tmp_path):
     assert [splits.train[n].tolist() for n in range(len(splits.train))] == whole
     # Megatron asks for the validation samples of all evaluations of the run: 6 // 2 + 1 of them, 4 batches of 4 each
     inside = [[token for token in document] for document in documents[6:9]]
+    (samples,) = splits.valid.values()
     valid, *_ = walk(inside, 4, (6 // 2 + 1) * 4 * 4, 7)
-    assert [splits.valid[n].tolist() for n in range(len(splits.valid))] == valid
+    assert [samples[n].tolist() for n in range(len(samples))] == valid
     assert "Megatron's order" in splits.notes[0] and "changes with the length of the run" in splits.notes[0]
 
 

@@ -14,6 +14,7 @@ from megatron_lite.data.indexed import DataError, IndexedDataset, IndexedWriter
 from megatron_lite.data.loader import BatchLoader
 from megatron_lite.data.phases import Phase, PhasedSamples, read_phases
 from megatron_lite.data.samples import WindowSamples
+from megatron_lite.rampup import BatchSizes
 from megatron_lite.training.data import build_splits
 
 
@@ -174,7 +175,7 @@ def test_layouts_and_restarts_read_the_same(prefixes, dp, micro):
     for consumed in (0, 4, 8, 400):
         rows = []
         for rank in range(dp):
-            loader = BatchLoader(samples, micro_batch_size=micro, num_microbatches=4 // (dp * micro), dp_rank=rank, dp_size=dp,
+            loader = BatchLoader(samples, micro_batch_size=micro, batch_sizes=BatchSizes(4), dp_rank=rank, dp_size=dp,
                                  vocab_size=9999, consumed_samples=consumed, prefetch=0)  # fmt: skip
             rows += [row.tolist() for batch in loader.next_step() for row in batch.tokens]
         assert sorted(rows) == sorted(samples[n][:-1].tolist() for n in range(consumed, consumed + 4))
