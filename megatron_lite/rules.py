@@ -168,7 +168,7 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      "--full-validation scores whole sets"),
     ("full_validation", lambda s: s.eval_interval is None, "needs --eval-interval"),
     ("full_validation", lambda s: s.mock_data, "made-up data has no end"),
-    ("full_validation", lambda s: s.data_order == "megatron", "Megatron's order has the samples that its evaluations ask for, no whole set"),
+    ("full_validation", lambda s: s.data_order == "megatron", "Megatron's order has no whole set"),
     ("split", lambda s: s.mock_data, "made-up tokens are not split"),
     ("split", lambda s: s.train_data_path is not None, "--train-data-path is read whole"),
     ("split", lambda s: s.dataset_name is not None, "--dataset-split names the part of --dataset-name that is read"),
