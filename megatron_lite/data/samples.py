@@ -116,17 +116,22 @@ def permute_array(i: np.ndarray, n: int, key: int | Sequence[int]) -> np.ndarray
 
 
 class Order:
-    """`permute` of [0, n) by (seed, epoch), a block of places at a time, since arrays cost less per entry than numbers.
+    """`permute` of [0, n) by (seed, epoch), a block of places at a time, since arrays cost less per entry than numbers; but
+    the first place by itself, which is all that a start waits for.
 
     Nothing but a block is kept, and a block that another thread puts in its place costs time, never the answer.
     """
 
     def __init__(self, n: int, seed: int):
         self.n, self.seed = n, seed
-        self._block: tuple[int, memoryview] = (0, memoryview(b""))  # first sample, where it and those behind it lie
+        self._block: tuple[int, memoryview] | None = None  # first sample, where it and those behind it lie
 
     def __getitem__(self, sample: int) -> int:
         """Where the sample of this number lies in its epoch."""
+        if self._block is None:
+            self._block = (0, memoryview(b""))
+            epoch, place = divmod(sample, self.n)
+            return permute(place, self.n, (self.seed, epoch))
         first, places = self._block
         if not 0 <= sample - first < len(places):
             first, places = self._block = self._around(sample)
