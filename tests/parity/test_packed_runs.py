@@ -173,7 +173,7 @@ def test_validation_is_packed_as_training_is(references):
         def close(self):
             pass
 
-    loss = evaluate(trainer, Loader, 1, lambda: False)
+    loss = evaluate(trainer, Loader(), 1, lambda: False)
     assert loss == pytest.approx(references["llama_gqa"]["losses"][0], rel=1e-10)
 
 
