@@ -87,7 +87,7 @@ def opened(arguments: argparse.Namespace) -> Samples:
     if arguments.data_schedule:
         return PhasedSamples(read_phases(arguments.data_schedule), window_opener(length, seed, "train", None))
     if arguments.data_order == "megatron":
-        needed, cut = arguments.train_iters * arguments.global_batch_size, (arguments.split, 0)
+        needed, cut = arguments.train_samples or arguments.train_iters * arguments.global_batch_size, (arguments.split, 0)
         return megatron_samples(arguments.data_path, length, seed, needed, cut, arguments.data_cache_path)
     return open_samples(arguments.data_path, length, seed, "train", arguments.split)
 
@@ -128,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
     add("--data-schedule", metavar="FILE", help="of the run, instead of a prefix")
     add("--data-order", choices=("keyed", "megatron"), default="keyed", help="of the run (default keyed)")
     add("--train-iters", type=int, help="of the run, which decides Megatron's order")
+    add("--train-samples", type=int, help="of the run, instead of --train-iters")
     add("--data-cache-path", metavar="FOLDER", help="of the run, for --data-order megatron")
     return result
 
@@ -145,11 +146,14 @@ def problems(arguments: argparse.Namespace) -> list[str]:
         return found
     if arguments.seq_length is None:
         found.append("--iteration: needs the run's --seq-length")
-    if (arguments.data_order == "megatron") != (arguments.train_iters is not None):
-        found.append("--data-order megatron and --train-iters: neither says anything without the other")
+    lengths = (arguments.train_iters is not None) + (arguments.train_samples is not None)
+    if lengths != (arguments.data_order == "megatron"):
+        found.append("--data-order megatron needs the run's --train-iters or --train-samples, which say nothing without it")
+    if arguments.rampup_batch_size and arguments.train_iters is not None:
+        found.append("--rampup-batch-size --train-iters: such a run has --train-samples")
     if arguments.data_schedule and arguments.data_order == "megatron":
         found.append("--data-schedule --data-order megatron: Megatron's order knows no blend that changes")
-    for name in ("train_iters", "iteration", "dp", "micro_batch_size", "global_batch_size", "seq_length"):
+    for name in ("train_iters", "train_samples", "iteration", "dp", "micro_batch_size", "global_batch_size", "seq_length"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             found.append(f"--{name.replace('_', '-')} {value}: expected 1 or more")
@@ -160,6 +164,8 @@ def problems(arguments: argparse.Namespace) -> list[str]:
         found.append(f"--global-batch-size {arguments.global_batch_size}: not a multiple of micro-batch size x dp = {per_pass}")
     if not found and arguments.rampup_batch_size and not is_ramp(arguments.rampup_batch_size, arguments.global_batch_size):
         found.append("--rampup-batch-size: does not lead to --global-batch-size in equal steps")
+    if not found and arguments.rampup_batch_size and any(size % per_pass for size in arguments.rampup_batch_size[:2]):
+        found.append(f"--rampup-batch-size: start and increment are no multiples of micro-batch size x dp = {per_pass}")
     return found
 
 

@@ -206,12 +206,14 @@ def greedy_blend(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray
 
 
 def megatron_samples(
-    words: Sequence[str], seq_length: int, seed: int, num_samples: int, split: tuple[str | None, int], cache: str | None
-) -> MegatronSamples | MegatronBlend:
+    words: Sequence[str], seq_length: int, seed: int, num_samples: int, split: tuple[str | None, int], cache: str | None,
+    read: int | None = None,
+) -> MegatronSamples | MegatronBlend:  # fmt: skip
     """The samples that a --data-path stands for. `split`: (--split, which part of it: 0, 1, 2); None: all documents.
 
-    By weight, each source is built for its share of the samples and a little more; by size, for one epoch, which is all that
-    Megatron then gives. Raises DataError where that is less than the run needs.
+    By weight, each source is built for its share of the `num_samples` that Megatron would ask for and a little more; by size,
+    for one epoch, which is all that Megatron then gives. Raises DataError where that is less than the `read` samples that are
+    used (None: all): every evaluation here reads the same first ones.
     """
     weights, prefixes = read_blend(words)
     if len(prefixes) == 1 and weights is None:
@@ -221,10 +223,11 @@ def megatron_samples(
     if weights is None:
         sources = [_source(prefix, seq_length, seed, None, split, cache) for prefix in prefixes]
         whole = sum(map(len, sources))
-        if num_samples > whole:
+        needed = num_samples if read is None else read
+        if needed > whole:
             raise DataError(f"a blend by size gives one epoch of {whole} samples with --data-order megatron, the run needs "
-                            f"{num_samples}; give weights")  # fmt: skip
-        return MegatronBlend(sources, [len(source) for source in sources], num_samples, cache)
+                            f"{needed}; give weights")  # fmt: skip
+        return MegatronBlend(sources, [len(source) for source in sources], min(num_samples, whole), cache)
     parts = normalized([float(weight) for weight in weights])
     shares = [math.ceil(num_samples * part) for part in parts]
     sources = [_source(prefix, seq_length, seed, math.ceil(share * (1 + SURPLUS)), split, cache)

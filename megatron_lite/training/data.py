@@ -69,8 +69,9 @@ def _samples(config: Config, split: str, words: Sequence[str], parts: str | None
     if split == "train" and data.data_schedule:
         return PhasedSamples(read_phases(data.data_schedule), window_opener(length, seed, split, None))
     if data.data_order == "megatron":
-        cut = parts, SPLITS.index(split)
-        return megatron_samples(words, length, seed, megatron_request(config)[split], cut, data.data_cache_path)
+        cut, requested = (parts, SPLITS.index(split)), megatron_request(config)[split]
+        read = requested if split == "train" else config.train.eval_iters * config.train.global_batch_size
+        return megatron_samples(words, length, seed, requested, cut, data.data_cache_path, read)
     return open_samples(words, length, seed, split, parts)
 
 

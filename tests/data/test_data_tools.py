@@ -165,7 +165,12 @@ def test_the_samples_of_an_iteration_are_those_the_loader_reads(tmp_path, capsys
     ("a --iteration 1 --seq-length 4 --dp 2 --global-batch-size 3", "not a multiple of micro-batch size x dp = 2"),
     ("", "name a prefix"),
     ("a --data-order megatron", "no effect without --iteration"),
-    ("a --iteration 1 --seq-length 4 --data-order megatron", "neither says anything without the other"),
+    ("a --iteration 1 --seq-length 4 --data-order megatron", "needs the run's --train-iters or --train-samples"),
+    ("a --iteration 1 --seq-length 4 --train-samples 9", "say nothing without it"),
+    ("a --iteration 1 --seq-length 4 --data-order megatron --train-iters 9 --global-batch-size 8 --rampup-batch-size 4 2 9",
+     "such a run has --train-samples"),
+    ("a --iteration 1 --seq-length 4 --global-batch-size 8 --micro-batch-size 4 --rampup-batch-size 4 2 9",
+     "no multiples of micro-batch size x dp = 4"),
     ("a --iteration 1 --seq-length 4 --data-schedule b", "one of them"),
 ])  # fmt: skip
 def test_inspection_that_cannot_be(capsys, flags, message):
@@ -219,17 +224,21 @@ def test_data_remembers_its_tokenizer(tmp_path):
         assert sum("WARNING: the tokenizer is not that of the data" in note for note in notes) == warned
 
 
-@pytest.mark.parametrize("order", ["schedule", "megatron"])
+@pytest.mark.parametrize("order", ["schedule", "megatron", "growing"])
 def test_the_samples_of_an_iteration_in_other_orders(tmp_path, capsys, order):
     a, b = (write(tmp_path / name, [list(range(n, n + 200))] * 2) for name, n in (("a", 0), ("b", 300)))
     (tmp_path / "phases.txt").write_text(f"0 {a}\n18 1 {a} 3 {b}\n")
     sizes = "--micro-batch-size 2 --global-batch-size 8 --seq-length 6 --seed 5 --dp 2 --iteration 3"
     words = {"schedule": ["--data-schedule", str(tmp_path / "phases.txt")],
-             "megatron": ["3", a, "1", b, *"--split 100 --data-order megatron --train-iters 10".split()]}[order]  # fmt: skip
+             "megatron": ["3", a, "1", b, *"--split 100 --data-order megatron --train-iters 10".split()],
+             "growing": ["3", a, "1", b, *"--split 100 --data-order megatron --train-samples 77".split(),
+                         *"--rampup-batch-size 4 4 16".split()]}[order]  # fmt: skip
     assert inspect_data.main([*words, *sizes.split()]) == 0
     shown = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines()]
     data = {"data_schedule": str(tmp_path / "phases.txt")} if order == "schedule" else {
         "data_path": ("3", a, "1", b), "split": "100", "data_order": "megatron"}  # fmt: skip
-    train = TrainConfig(micro_batch_size=2, global_batch_size=8, train_iters=10, seed=5)
+    length = {"train_samples": 77, "rampup_batch_size": (4, 4, 16)} if order == "growing" else {}
+    train = TrainConfig(micro_batch_size=2, global_batch_size=8, train_iters=10, seed=5, **length)
     samples = build_splits(Config(model=ModelConfig(seq_length=6), train=train, data=DataConfig(**data)), None).train
-    assert shown == [" ".join(map(str, samples[number])) for number in (16, 17, 20, 21)]
+    numbers = (8, 9) if order == "growing" else (16, 17, 20, 21)  # of the third step
+    assert shown == [" ".join(map(str, samples[number])) for number in numbers]

@@ -136,6 +136,11 @@ def test_blends(tmp_path):
     assert [by_size[n].tolist() for n in range(16)] == expected
     with pytest.raises(DataError, match="a blend by size gives one epoch of .* the run needs 40; give weights"):
         build_splits(config_of(train_data_path=words[1::2]), None)
+    paths = {"train_data_path": words[1:2], "valid_data_path": ("web=" + words[1], *words[3::2])}
+    valid = build_splits(config_of(evaluations=4, **paths), None).valid["web"]  # six evaluations of the same 16 samples
+    assert [valid[n].tolist() for n in range(16)] == expected
+    with pytest.raises(DataError, match="the run needs 400; give weights"):
+        build_splits(config_of(evaluations=100, **paths), None)
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.001, 0.999], [1 / 3] * 3, np.random.default_rng(0).dirichlet([1.0] * 40).tolist()])

@@ -256,6 +256,8 @@ BAD_WHOLE = [
     (f"{READ} --data-path inf a 1 b", ["weight inf is not a finite number"]),
     (f"{READ} --data-path a b a", ["--data-path a b a: a is named twice; name it once, with the sum of its weights"]),
     (f"{READ} --train-data-path 0 a", ["--train-data-path 0 a: weight 0"]),
+    (f"{READ} --tokenizer-type NullTokenizer --data-schedule a --dataset-name b",
+     ["--data-schedule a --dataset-name b: contradict each other: both name the training data"]),
     (f"{READ} --data-path a --data-args-path b", ["--data-path a --data-args-path b: contradict each other: both name"]),
     (f"{READ} --data-path a --train-data-path b", ["--data-path a --train-data-path b: contradict each other"]),
     (f"{READ} --train-data-path b --split 9,1", ["--split 9,1: has no effect: --train-data-path is read whole"]),
