@@ -18,6 +18,7 @@ if [ -n "${*/--full/}" ]; then exec "$PYTHON" -m pytest "$@"; fi
 FIRST=(tests/parity tests/schedules)
 LOG=$(mktemp)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$LOG"' EXIT
+trap 'exit 130' INT # Ctrl-C reaches only the one in front: do not wait for the other
 "$PYTHON" -m pytest "$@" "${FIRST[@]}" >"$LOG" 2>&1 &
 failed=0
 "$PYTHON" -m pytest "$@" "${FIRST[@]/#/--ignore=}" || failed=$?

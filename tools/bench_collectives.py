@@ -102,6 +102,8 @@ def problems(args: argparse.Namespace, world: int) -> list[str]:
         found.append(f"--max-size {args.max_size}: below --min-size {args.min_size}")
     if args.factor < 2:
         found.append(f"--factor {args.factor}: at least 2 would work")
+    if args.save and "send" not in args.ops:
+        found.append("--save: needs send among --ops: a cluster's wires are what its messages found")
     if world == 1:
         found.append("one rank has nobody to talk to: start it with torchrun --nproc-per-node 2, or more")
     return found

@@ -25,7 +25,7 @@ from megatron_lite.planner.outlook import outlook, transfer_table, transfers_of_
 from megatron_lite.planner.pipeline import pipeline_of
 from megatron_lite.planner.report import dry_run_report, folded
 from megatron_lite.planner.scaling import Curve, chosen_layouts, curve, table
-from megatron_lite.planner.search import Result, search
+from megatron_lite.planner.search import SCHEDULES, Result, search
 
 LARGEST = 16384  # devices of --scaling
 PICTURES = (".png", ".svg")
@@ -34,6 +34,8 @@ FIXED = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp
          "micro_batch", "pipeline_schedule": "schedule", "num_virtual_stages_per_pipeline_rank": "chunks",
          "recompute_granularity": "recompute"}  # fmt: skip
 FOLLOWS = {"sequence_parallel", "recompute_method", "recompute_num_layers", "recompute_modules"}  # from what is searched
+# the only values that a search gives them
+SEARCHED = {"recompute_method": "uniform", "recompute_num_layers": 1, "recompute_modules": ("core_attn",)}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -66,12 +68,22 @@ def configuration(flags: list[str], devices: int) -> Config:
 
 
 def fixed_and_free(flags: list[str]) -> tuple[dict, list[str]]:
-    """(the parts of a layout that flags fix, the flags without them)."""
+    """(the parts of a layout that flags fix, the flags without them). `Usage` for values that are not searched."""
     given = read(flags).values
     fixed = {FIXED[name]: value for name, value in given.items() if name in FIXED}
-    if fixed.get("schedule") == "1f1b" and "chunks" in fixed:
+    if "chunks" in fixed and fixed.get("schedule", "1f1b") == "1f1b":
         fixed["schedule"] = "interleaved"
+    wrong = [f"--{name.replace('_', '-')} {in_words(given[name])}: a search has {in_words(value)}"
+             for name, value in SEARCHED.items() if name in given and in_words(given[name]) != in_words(value)]  # fmt: skip
+    if fixed.get("schedule", "1f1b") not in SCHEDULES:
+        wrong.append(f"--pipeline-schedule {fixed['schedule']}: a search has {', '.join(SCHEDULES)}")
+    if wrong:
+        raise Usage("\n".join([*wrong, "without --search any layout is planned"]))
     return fixed, without(flags, {*FIXED, *FOLLOWS})
+
+
+def in_words(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def one_layout(flags: list[str], devices: int, cluster: Cluster) -> str:

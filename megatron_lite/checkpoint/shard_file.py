@@ -12,6 +12,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -105,7 +106,8 @@ def write_tensor(fd: int, tensor: torch.Tensor) -> int:
 def start_writing(fd: int, size: int) -> None:
     """The disk begins with the last `size` bytes, so that the fsync at the end finds most of it done. Nothing waits for it."""
     if hasattr(os, "posix_fadvise"):  # says that the cache may let go of them, which Linux begins by writing them
-        os.posix_fadvise(fd, os.lseek(fd, 0, os.SEEK_CUR) - size, size, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # advice that a file system does not take: the fsync writes all
+            os.posix_fadvise(fd, os.lseek(fd, 0, os.SEEK_CUR) - size, size, os.POSIX_FADV_DONTNEED)
 
 
 def write_all(fd: int, block: memoryview) -> None:
@@ -164,15 +166,19 @@ class ShardReader:
 
     def position(self, box: Stored, dtype: str) -> int:
         """The first byte of a block, after its dtype, shape and place were held against the manifest's."""
-        wanted = {"dtype": DTYPES[dtype], "shape": list(box.length)}
         found = self.entries.get(box.key) if isinstance(self.entries, dict) else None
         if found is None:
             raise DamagedCheckpoint(f"{self.path} lacks {box.key}, which the manifest places there")
-        if {name: found.get(name) for name in wanted} != wanted:
-            raise DamagedCheckpoint(f"{self.path} holds {box.key} as {found}, the manifest says {wanted}")
-        start, end = found["data_offsets"]
-        if end - start != math.prod(box.length) * getattr(torch, dtype).itemsize or start < 0:
-            raise DamagedCheckpoint(f"{self.path} holds {box.key} in {end - start} bytes")
+        try:  # a flipped bit may leave JSON of another form
+            kind, shape, (start, end) = found["dtype"], found["shape"], found["data_offsets"]
+            fits = end - start == math.prod(box.length) * getattr(torch, dtype).itemsize and start >= 0
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedCheckpoint(f"{self.path} has a damaged header: {box.key} is {found}") from error
+        if (kind, shape) != (DTYPES[dtype], list(box.length)):
+            raise DamagedCheckpoint(f"{self.path} holds {box.key} as {kind}{shape}, the manifest says "
+                                    f"{DTYPES[dtype]}{list(box.length)}")  # fmt: skip
+        if not fits:
+            raise DamagedCheckpoint(f"{self.path} holds {box.key} in bytes {start} to {end} of its data")
         return self.data + start
 
     def checksum(self, box: Stored, entry: Entry) -> int:

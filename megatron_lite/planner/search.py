@@ -24,6 +24,7 @@ from megatron_lite.planner.pipeline import Pipeline, plan_pipeline
 from megatron_lite.planner.timing import Price, StepTime, action_lists, few_microbatches, stage_prices, step_time
 from megatron_lite.schedules import schedule_problems
 
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv")
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
 TREATMENTS = {"": ActivationConfig(), "selective": ActivationConfig("selective"), "full": ActivationConfig("full", "uniform", 1)}

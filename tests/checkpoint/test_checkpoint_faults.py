@@ -6,7 +6,8 @@ import pickle
 import pytest
 import torch
 
-from megatron_lite.checkpoint.agree import CheckpointError
+from megatron_lite.checkpoint import shard_file
+from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint
 from megatron_lite.checkpoint.boxes import Piece, Request
 from megatron_lite.checkpoint.folder import TRACKER, complete_iterations, decide, find_latest
 from megatron_lite.checkpoint.load import load_checkpoint
@@ -113,6 +114,26 @@ def test_every_flipped_byte_is_noticed(sharded):
                 load_all(sharded.parent)
         (sharded / name).write_bytes(whole)
     load_all(sharded.parent)
+
+
+@pytest.mark.parametrize(("whole", "flipped"), [
+    (b'"data_offsets"', b'"data_offsetr"'), (b'"data_offsets": [0, ', b'"data_offsets": [0. '),
+    (b'"data_offsets": [', b'"data_offsets":"['), (b'"shape"', b'"rhape"'), (b'"dtype"', b'"etype"'),
+])  # fmt: skip
+def test_a_header_with_a_flipped_byte_is_damage(sharded, whole, flipped):
+    shard = sharded / "shard_00000.safetensors"
+    shard.write_bytes(shard.read_bytes().replace(whole, flipped, 1))
+    with pytest.raises(DamagedCheckpoint, match="shard_00000.safetensors"):  # an older checkpoint may serve
+        load_all(sharded.parent)
+
+
+def test_advice_that_is_not_taken_is_no_error(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(shard_file.os, "posix_fadvise", refuse, raising=False)
+    play_save(tmp_path, 1, [rank_pieces(full_state(), 1, 0)])
+    load_all(tmp_path)
 
 
 def test_damage_names_the_tensor_and_can_be_ignored(sharded):

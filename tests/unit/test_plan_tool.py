@@ -44,6 +44,12 @@ def test_a_search_prints_flags_that_run(capsys):
         assert parse(f"{MODEL} --global-batch-size 64 {line} --dry-run --world-size 8".split(), 1)[1] == []
 
 
+def test_a_search_keeps_chunks_interleaved(capsys):
+    code, text = run(capsys, f"{MODEL} --global-batch-size 64 --gpus 8 --search --keep 1 --pipeline-model-parallel-size 2 "
+                             "--num-virtual-stages-per-pipeline-rank 2")  # fmt: skip
+    assert code == 0 and "interleaved x2" in text and "zbv" not in text
+
+
 def test_the_search_in_the_docs_is_real(capsys):
     text = (DOCS / "planning.md").read_text(encoding="utf-8")
     command = next(line for line in text.splitlines() if line.startswith("python tools/plan.py") and "--search" in line)
@@ -62,6 +68,11 @@ def test_scaling_is_drawn(capsys, tmp_path):
 @pytest.mark.parametrize(("flags", "words"), [
     (f"{MODEL} --micro-batch-size 1 --search", "--search: needs --global-batch-size"),
     (f"{MODEL} --global-batch-size 64 --search --gpus 17", "nearest counts that work: 16 or 18"),
+    (f"{MODEL} --global-batch-size 64 --search --pipeline-schedule gpipe", "gpipe: a search has 1f1b, interleaved, zb-h1, zbv"),
+    (f"{MODEL} --global-batch-size 64 --search --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+     "--recompute-num-layers 2: a search has 1"),
+    (f"{MODEL} --global-batch-size 64 --search --recompute-granularity selective --recompute-modules layernorm",
+     "--recompute-modules layernorm: a search has core_attn"),
     (f"{MODEL} --micro-batch-size 1 --strong", "--strong: needs --scaling"),
     (f"{MODEL} --micro-batch-size 1 --keep 4", "--keep: needs --search"),
     (f"{MODEL} --micro-batch-size 1 --scaling --out x.pdf", "should end in .png or .svg"),
@@ -160,9 +171,10 @@ def test_a_line_is_found_again():
 
 def test_flags_of_the_bench(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert bench_collectives.main("--tp 3 --factor 1 --min-size 2K --max-size 1K".split()) == 2
+    assert bench_collectives.main("--tp 3 --factor 1 --min-size 2K --max-size 1K --save x --ops ring".split()) == 2
     said = capsys.readouterr().err
-    for words in ("4 ranks are no multiple of their product 3", "below --min-size", "--factor 1: at least 2"):
+    for words in ("4 ranks are no multiple of their product 3", "below --min-size", "--factor 1: at least 2",
+                  "--save: needs send among --ops"):  # fmt: skip
         assert words in said
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert bench_collectives.main([]) == 2 and "torchrun --nproc-per-node 2" in capsys.readouterr().err
