@@ -34,7 +34,7 @@ from megatron_lite.comm.mesh import Axis
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.buckets import layout
 from megatron_lite.optim.compress import Compression, LowRank
-from megatron_lite.optim.flat import FlatBucket, box_span, bring, free, is_there, make_bucket
+from megatron_lite.optim.flat import FlatBucket, Transient, box_span, bring, free, is_there, make_bucket
 from megatron_lite.optim.zero import UnitParameters, drop, finish_gather, outdate, start_gather
 
 
@@ -73,6 +73,7 @@ class GradientEngine:
         self.stage, self.shard, self.replica = sharding.stage, sharding.shard, sharding.replica
         self.per_microbatch = self.stage == 2 or (self.stage == 3 and not sharding.pipelined)
         self.buckets: list[FlatBucket] = []
+        self.transient = Transient()
         self._owner: dict[nn.Parameter, FlatBucket] = {}
         self._on_their_way: deque[FlatBucket] = deque()
         self.mirror_axis, self.wire_dtype = sharding.mirror, sharding.wire_dtype
@@ -94,7 +95,7 @@ class GradientEngine:
             params.extend(unit)
         for bucket in layout(units, self.shard.size * self.replica.size, bucket_size):
             mine = [params[slot.index] for slot in bucket.slots]
-            flat = make_bucket(bucket, mine, self.shard.rank, self.shard.size, self.stage, fill)
+            flat = make_bucket(bucket, mine, self.shard.rank, self.shard.size, self.stage, self.transient, fill)
             if self.compression:
                 flat.low_rank = LowRank(bucket.slots, mine, flat.grad, self.compression.rank)
             self.buckets.append(flat)
@@ -133,7 +134,7 @@ class GradientEngine:
             self._complete(bucket)
         if is_there(bucket.grad):
             return
-        bring(bucket.grad)
+        bring(bucket.grad, self.transient)
         start, end = bucket.owned
         if bucket.summed:
             bucket.grad[:start].zero_()
@@ -180,7 +181,7 @@ class GradientEngine:
         bucket.reduction, bucket.summed = None, True
         self._on_their_way.remove(bucket)
         if self.stage >= 2:
-            free(bucket.grad)
+            free(bucket.grad, self.transient)
 
     def finish(self) -> None:
         """After the last backward: owned gradients are complete sums over dp x cp, mirror ranks, tp copies and tied copies."""

@@ -24,6 +24,18 @@ from megatron_lite.parallel.shard import Box
 
 
 @dataclass(eq=False)
+class Transient:
+    """Bytes of full buffers that have memory for a while only (stages 2 and 3): now, and at their most."""
+
+    live: int = 0
+    peak: int = 0
+
+    def add(self, number: int) -> None:
+        self.live += number
+        self.peak = max(self.peak, self.live)
+
+
+@dataclass(eq=False)
 class FlatBucket:
     """One bucket's memory and its progress through a step."""
 
@@ -34,6 +46,7 @@ class FlatBucket:
     grad: torch.Tensor
     param_shard: torch.Tensor
     grad_shard: torch.Tensor
+    transient: Transient
     expected: int = 0  # contributions until the next reduction
     arrived: int = 0
     summed: bool = False  # grad_shard holds a reduced sum of this step
@@ -64,7 +77,7 @@ def box_span(start: int, param: nn.Parameter, box: Box) -> tuple[int, int]:
     return start + box.local[0] * row, start + (box.local[0] + box.length[0]) * row
 
 
-def make_bucket(layout: Bucket, params: list[nn.Parameter], rank: int, ranks: int, stage: int,
+def make_bucket(layout: Bucket, params: list[nn.Parameter], rank: int, ranks: int, stage: int, transient: Transient,
                 fill: Callable[[nn.Parameter], None] | None) -> FlatBucket:  # fmt: skip
     """Memory for `params`, which become views of it. `fill` gives them their values; None keeps those that they have."""
     first = params[0]
@@ -81,28 +94,33 @@ def make_bucket(layout: Bucket, params: list[nn.Parameter], rank: int, ranks: in
         if fill is not None:
             fill(p)
     mine = slice(*owned)
-    bucket = FlatBucket(layout, params, owned, param, grad, param[mine], grad[mine])
+    bucket = FlatBucket(layout, params, owned, param, grad, param[mine], grad[mine], transient)
     if stage >= 2:
         bucket.grad_shard = torch.empty(owned[1] - owned[0], dtype=exact, device=first.device)
-        free(grad)
+        transient.add(grad.nbytes)
+        free(grad, transient)
     else:
         grad.zero_()
     if stage == 3:
         bucket.param_shard = param[mine].clone()
-        free(param)
+        transient.add(param.nbytes)
+        free(param, transient)
         bucket.current = False
     return bucket
 
 
-def free(flat: torch.Tensor) -> None:
-    """Give a buffer's memory back; its views stay valid objects."""
-    flat.untyped_storage().resize_(0)
+def free(flat: torch.Tensor, transient: Transient) -> None:
+    """Give a buffer's memory back, if it has any; its views stay valid objects."""
+    if is_there(flat):
+        transient.add(-flat.nbytes)
+        flat.untyped_storage().resize_(0)
 
 
-def bring(flat: torch.Tensor) -> None:
+def bring(flat: torch.Tensor, transient: Transient) -> None:
     """Give a buffer memory again, uninitialised, if it has none."""
     if not is_there(flat):
-        flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+        flat.untyped_storage().resize_(flat.nbytes)
+        transient.add(flat.nbytes)
 
 
 def is_there(flat: torch.Tensor) -> bool:

@@ -59,7 +59,7 @@ def start_gather(bucket: FlatBucket, axis: Axis) -> None:
     """All-gather the bucket's parameters, unless they are there or on their way."""
     if bucket.current or bucket.gathering is not None:
         return
-    bring(bucket.param)
+    bring(bucket.param, bucket.transient)
     bucket.gathering = comm.start_all_gather_into(bucket.param, bucket.param_shard, axis)
 
 
@@ -72,7 +72,7 @@ def finish_gather(bucket: FlatBucket) -> None:
 def drop(bucket: FlatBucket) -> None:
     """Free the bucket's full parameters (stage 3)."""
     finish_gather(bucket)
-    free(bucket.param)
+    free(bucket.param, bucket.transient)
     bucket.current = False
 
 
@@ -80,5 +80,5 @@ def outdate(bucket: FlatBucket, owns_memory: bool) -> None:
     """The owned part has changed: the gathered rest is old."""
     finish_gather(bucket)
     if owns_memory:
-        free(bucket.param)
+        free(bucket.param, bucket.transient)
     bucket.current = False

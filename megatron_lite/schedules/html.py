@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from html import escape
 
-from megatron_lite.schedules.simulate import Timeline
+from megatron_lite.schedules.simulate import Number, Timeline
 from megatron_lite.schedules.svg import draw_svg
 
 STYLE = """
@@ -52,17 +52,22 @@ def draw_html(timelines: Mapping[str, Timeline], title: str) -> str:
     )
 
 
+def _number(value: Number) -> str:
+    """To hundredths: schedules come in units of a cost, measured steps in milliseconds."""
+    return f"{round(float(value), 2):g}"
+
+
 def _section(name: str, timeline: Timeline, picture: str) -> str:
     facts = {
-        "step": f"{float(timeline.makespan):.6g}",
-        "sync bubble": f"{float(timeline.sync_bubble):.6g}",
+        "step": _number(timeline.makespan),
+        "sync bubble": _number(timeline.sync_bubble),
         "of the step": f"{timeline.sync_fraction:.1%}",
-        "without a barrier": f"{float(timeline.span_bubble):.6g}",
+        "without a barrier": _number(timeline.span_bubble),
         "peak live": f"{max(timeline.peak_live):g}",
     }
     cards = "".join(f"<div><dt>{words}</dt><dd>{value}</dd></div>" for words, value in facts.items())
     rows = "".join(
-        f"<tr><td>rank {rank}</td><td>{float(timeline.busy[rank]):.6g}</td><td>{float(timeline.idle[rank]):.6g}</td>"
+        f"<tr><td>rank {rank}</td><td>{_number(timeline.busy[rank])}</td><td>{_number(timeline.idle[rank])}</td>"
         f"<td>{timeline.peak_live[rank]:g}</td><td>{timeline.peak_live_early[rank]:g}</td></tr>"
         for rank in range(len(timeline.spans))
     )

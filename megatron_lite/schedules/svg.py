@@ -12,7 +12,7 @@ from megatron_lite.schedules.actions import Action
 from megatron_lite.schedules.simulate import Number, Span, Timeline
 
 WORDS = {"F": "forward", "BW": "backward", "B": "input gradient", "W": "weight gradient"}
-# Fill and text, one shade per chunk (later chunks take the last): blue, green, teal and amber stay apart in grey too.
+# Fill and text, one shade per chunk (later chunks take the last): blue, green, teal, amber. In grey only chunks stay apart.
 SHADES = {
     "F": (("#bcd6f7", "#12355f"), ("#4a87d6", "#ffffff"), ("#24599f", "#ffffff"), ("#123a70", "#ffffff")),
     "BW": (("#bfe3b4", "#1c4a13"), ("#5da84a", "#ffffff"), ("#37782a", "#ffffff"), ("#1f5016", "#ffffff")),
@@ -23,6 +23,7 @@ LEFT, RIGHT, TOP, LANE, GAP, AXIS = 74, 84, 84, 34, 8, 40  # pixels around the l
 NARROWEST, WIDEST = 1140, 6000  # pixels of the time axis
 BOX = 15  # pixels that three boxes of four get at least
 DIGIT = 6.4  # width of a digit of 11 px
+OUTLINED = 4  # pixels of a box that has an outline
 
 STYLE = (
     "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;fill:#2b3440}"
@@ -94,9 +95,10 @@ def _lane(timeline: Timeline, rank: int, spans: tuple[Span, ...], scale: float) 
     for action, start, end in spans:
         x, box = LEFT + float(start) * scale, float(end - start) * scale
         fill, ink = shade(action)
+        outline = ' stroke="#ffffff"' if box >= OUTLINED else ""  # a narrower box would be nothing but its outline
         parts.append(
             f'<g><title>{_hover(timeline, rank, action, start, end)}</title><rect x="{x:.2f}" y="{y}" width="{box:.2f}" '
-            f'height="{LANE}" rx="2" fill="{fill}" stroke="#ffffff"/>'
+            f'height="{LANE}" rx="2" fill="{fill}"{outline}/>'
         )
         number = str(action.microbatch)
         if box >= DIGIT * len(number):
@@ -130,7 +132,7 @@ def _legend(timeline: Timeline) -> str:
         parts.append(f'<text class="s" x="{x + 4}" y="54">{kind} {words}</text>')
         x += 24 + round(6.8 * len(f"{kind} {words}"))
     parts.append(f'<rect x="{x}" y="42" width="24" height="16" rx="2" fill="url(#idle)" stroke="#dfe3e8"/>')
-    parts.append(f'<text class="s" x="{x + 30}" y="54">idle{"   (c0, c1: chunk of the rank)" if len(chunks) > 1 else ""}</text>')
+    parts.append(f'<text class="s" x="{x + 30}" y="54">idle{"; c0, c1, ...: chunks of a rank" if len(chunks) > 1 else ""}</text>')
     return "".join(parts)
 
 

@@ -3,6 +3,7 @@
     weights gradients    the gradient engine's buffers
     master moments       the optimizer's
     activations          tensors that autograd keeps for the backward, at their most; each storage once
+    transient            full parameters and gradients that ZeRO brings within a step, at their most
     buffers              memory shared with other ranks for collectives, and pipeline receives posted ahead
     rest                 what the measurement has beyond them: temporaries of operations, logits' work space, code and
                          thread stacks touched in the first step (CPU), rounding of the allocator (CUDA)
@@ -80,7 +81,8 @@ class Ledger:
     def bytes(self) -> dict[str, int]:
         """Category -> bytes of this rank."""
         trainer = self.trainer
-        return {**trainer.engine.bytes(), **trainer.optimizer.bytes(), "activations": self.meter.peak, "buffers": self._buffers()}
+        return {**trainer.engine.bytes(), **trainer.optimizer.bytes(), "activations": self.meter.peak,
+                "transient": trainer.engine.transient.peak, "buffers": self._buffers()}  # fmt: skip
 
     def _buffers(self) -> int:
         executor, axes = self.trainer.executor, self.trainer.mesh.axes.values()

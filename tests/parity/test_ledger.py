@@ -48,5 +48,5 @@ def test_the_ledger_is_what_the_planner_says(pool, model, parallel, form):
         assert live == 0 and abs(entries["activations"] - plan.activations) <= 0.05 * plan.activations
     assert answers[0][1] == answers[1][1]
     lines = answers[0][1]
-    names = ["weights", "gradients", "master", "moments", "activations", "buffers", "ledger", "rest", "measured"]
+    names = ["weights", "gradients", "master", "moments", "activations", "transient", "buffers", "ledger", "rest", "measured"]
     assert [line.split()[0] for line in lines[1:]] == names

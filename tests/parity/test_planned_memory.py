@@ -53,6 +53,7 @@ def test_the_plan_is_the_ledger(pool, name):
                                  train=dataclasses.replace(config.train, world_size=world))  # fmt: skip
     plan = stage_memory(config)
     for stage, entries in pool.run(ledger, world, world, config):
+        assert entries.pop("transient") == pytest.approx(plan[stage].transient, rel=0.05), plan[stage]
         planned = plan[stage].total - plan[stage].transient
         assert sum(entries.values()) == pytest.approx(planned, rel=0.05), (entries, plan[stage])
 
