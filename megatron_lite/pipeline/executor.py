@@ -186,8 +186,9 @@ class Executor:
         action, chunk = step.action, self.chunks[step.action.chunk]
         x, edge = run.live.pop((action.chunk, action.microbatch))
         if chunk.last:
+            # Without a scale autograd starts from its own 1: handed one, it imports sympy to compare shapes, a second at the start.
             exact = torch.promote_types(self.dtype, torch.float32)
-            grad = torch.full((), run.scale, dtype=exact, device=self.device)
+            grad = None if run.scale == 1.0 else torch.full((), run.scale, dtype=exact, device=self.device)
         else:
             grad = self._take("gradient", step, run)
         chunk.wgrad_queue.deferring = action.kind == "B"
