@@ -186,7 +186,7 @@ class Executor:
         action, chunk = step.action, self.chunks[step.action.chunk]
         x, edge = run.live.pop((action.chunk, action.microbatch))
         if chunk.last:
-            # Without a scale autograd starts from its own 1: handed one, it imports sympy to compare shapes, a second at the start.
+            # Without a scale autograd starts from its own 1; handed one it imports sympy to compare shapes, which takes a second.
             exact = torch.promote_types(self.dtype, torch.float32)
             grad = None if run.scale == 1.0 else torch.full((), run.scale, dtype=exact, device=self.device)
         else:
