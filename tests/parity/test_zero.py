@@ -259,8 +259,8 @@ def memory(rank, world, config):
     trainer = build_trainer(config, build_mesh(grid_of(config, world), CPU))
     brought = []
 
-    def bring(flat):
-        original(flat)
+    def bring(flat, transient):
+        original(flat, transient)
         brought.append(flat)
         seen["most"] = [max(pair) for pair in zip(seen["most"], held(), strict=True)]
 

@@ -102,8 +102,8 @@ def most_at_once(rank, world, config):
     """Most full parameters that are there at once in a step, in buckets; and how often one is brought."""
     trainer, most, brought = trainer_of(config, world), [0], []
 
-    def bring(flat):
-        original(flat)
+    def bring(flat, transient):
+        original(flat, transient)
         most[0] = max(most[0], sum(is_there(b.param) for b in trainer.engine.buckets))
         brought.append(next((i for i, b in enumerate(trainer.engine.buckets) if b.param is flat), None))
 
