@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_lite.comm import collectives as comm  # noqa: E402
 from megatron_lite.comm.launch import keep_heap, run  # noqa: E402
 from megatron_lite.comm.mesh import Axis  # noqa: E402
-from megatron_lite.comm.p2p import KINDS, P2P  # noqa: E402
+from megatron_lite.comm.p2p import P2P  # noqa: E402
 from megatron_lite.comm.shared import SharedBoard  # noqa: E402
+from tools.bench_collectives import message_round  # noqa: E402
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 WAYS = ("shared", "over_gloo", "gloo")
@@ -45,21 +46,12 @@ def calls(
         if way == "over_gloo" or axis.board is not None:
             found["all_reduce", way] = lambda over=over: comm.all_reduce(whole, over)
             found["reduce_scatter", way] = lambda over=over: comm.reduce_scatter_into(part, whole, over)
-            found["send_recv", way] = lambda link=link: ring(link, whole)
+            found["send_recv", way] = lambda link=link: message_round(link, whole)
             found["all_gather", way] = lambda over=over: comm.all_gather_into(whole, part, over)
     found["all_reduce", "gloo"] = lambda: dist.all_reduce(whole)
     found["reduce_scatter", "gloo"] = lambda: dist.reduce_scatter_tensor(part, whole)
     found["all_gather", "gloo"] = lambda: dist.all_gather_into_tensor(whole, part)
     return found
-
-
-def ring(links: P2P, whole: torch.Tensor) -> None:
-    """A pipeline message to the next rank and one from the previous."""
-    rank, size = links.axis.rank, links.axis.size
-    awaited = links.irecv(whole.shape, whole.dtype, (rank - 1) % size, KINDS[0], 0, 0)
-    links.send(whole, (rank + 1) % size, KINDS[0], 0, 0)
-    awaited.wait()
-    links.flush()
 
 
 def measure(rank: int, ranks: int, sizes: list[int], dtype: torch.dtype, seconds: float) -> dict[tuple, float]:

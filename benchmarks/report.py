@@ -1,5 +1,6 @@
 """Medians, ratios and the printed table of the speed table. Plain numbers in, plain numbers out."""
 
+import math
 import statistics
 
 
@@ -28,9 +29,9 @@ def summary(rounds: list[dict], warm: dict, cores: int) -> dict:
 
 def utilisation(rounds: list[dict], flops_per_token: float, ceilings: list[dict]) -> dict:
     """The model's FLOPs done per second, and as a part of what the machine's matrix products alone reach in the same round
-    (`ceilings`, GFLOP/s by pass of each round): the median over rounds."""
+    (`ceilings`, GFLOP/s by pass of each round): the median over rounds, nan where the products were not measured."""
     gflops = [rate(turn) * flops_per_token / 1e9 for turn in rounds]
-    parts = [100 * mine / ceiling["all"] for mine, ceiling in zip(gflops, ceilings, strict=True)]
+    parts = [100 * mine / ceiling["all"] for mine, ceiling in zip(gflops, ceilings, strict=True)] if ceilings else [math.nan]
     return {"gflops": statistics.median(gflops), "mfu_percent": statistics.median(parts)}
 
 
@@ -99,9 +100,10 @@ def block_text(block: dict) -> str:
         f"micro-batch {block['micro_batch']}, global batch {block['global_batch']}; "
         f"base: {block['baseline']}, losses against: {block['reference']}"
     )
-    passes = {name: statistics.median(ceiling[name] for ceiling in block["ceiling"]) for name in block["ceiling"][0]}
-    products = "matrix products alone, GFLOP/s: " + ", ".join(f"{name} {speed:.0f}" for name, speed in passes.items())
-    parts = ["", head, products, table(block["rows"]) if block["rows"] else "(nobody ran)"]
+    ceilings = block["ceiling"]
+    passes = {name: statistics.median(ceiling[name] for ceiling in ceilings) for name in (ceilings[0] if ceilings else ())}
+    speeds = ", ".join(f"{name} {speed:.0f}" for name, speed in passes.items()) or "not measured"
+    parts = ["", head, f"matrix products alone, GFLOP/s: {speeds}", table(block["rows"]) if block["rows"] else "(nobody ran)"]
     parts += [f"left out: {name}: {why}" for name, why in block["failed"].items()]
     for key, r in block["ratios"].items():
         parts.append(f"{key}: {r['ratio']:.3f}  ({r['ours']} / {r['peer']})")

@@ -125,11 +125,11 @@ def calls(axis: Axis, links: P2P, size: int, dtype: torch.dtype, device: torch.d
         "reduce_scatter": lambda: comm.reduce_scatter_into(part, whole, axis),
         "all_to_all": lambda: comm.all_to_all(whole, axis),
         "broadcast": lambda: comm.broadcast(whole, axis),
-        "send": lambda: _message(links, whole),
+        "send": lambda: message_round(links, whole),
     }
 
 
-def _message(links: P2P, tensor: torch.Tensor) -> None:
+def message_round(links: P2P, tensor: torch.Tensor) -> None:
     """To the next rank, while one comes from the previous."""
     rank, size = links.axis.rank, links.axis.size
     awaited = links.irecv(tensor.shape, tensor.dtype, (rank - 1) % size, KINDS[0], 0, 0)
