@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from megatron_lite.config import Config, DataConfig, ModelConfig, TrainConfig
 from megatron_lite.data.blend import LONGEST, Blend, BlendedSamples, read_blend, turns_per_period
 from megatron_lite.data.indexed import DataError, IndexedDataset, IndexedWriter
-from megatron_lite.data.loader import BatchLoader
 from megatron_lite.data.samples import WindowSamples
-from megatron_lite.rampup import BatchSizes
 from megatron_lite.training.data import build_splits, words_of_file
 
 counts_of = st.lists(st.integers(1, 60), min_size=1, max_size=12)
@@ -186,12 +184,7 @@ def test_a_missing_source_is_named(prefixes):
 
 
 @pytest.mark.parametrize("dp, micro", [(1, 4), (2, 1), (4, 1), (2, 2)])
-def test_layouts_and_restarts_read_the_same_blend(prefixes, dp, micro):
+def test_layouts_and_restarts_read_the_same_blend(prefixes, dp, micro, assert_read_alike):
     samples = BlendedSamples([WindowSamples(IndexedDataset(p), 4, n) for n, p in enumerate(prefixes)], [Fraction(1, 3)] * 3)
     for consumed in (0, 8, 400):
-        rows = []
-        for rank in range(dp):
-            loader = BatchLoader(samples, micro_batch_size=micro, batch_sizes=BatchSizes(4), dp_rank=rank, dp_size=dp,
-                                 vocab_size=9999, consumed_samples=consumed, prefetch=0)  # fmt: skip
-            rows += [row.tolist() for batch in loader.next_step() for row in batch.tokens]
-        assert sorted(rows) == sorted(samples[n][:-1].tolist() for n in range(consumed, consumed + 4))
+        assert_read_alike(samples, dp, micro, consumed)

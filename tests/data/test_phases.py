@@ -11,10 +11,8 @@ from megatron_lite.arguments import parse
 from megatron_lite.config import Config, DataConfig, ModelConfig, TrainConfig
 from megatron_lite.data.blend import BlendedSamples
 from megatron_lite.data.indexed import DataError, IndexedDataset, IndexedWriter
-from megatron_lite.data.loader import BatchLoader
 from megatron_lite.data.phases import Phase, PhasedSamples, read_phases
 from megatron_lite.data.samples import WindowSamples
-from megatron_lite.rampup import BatchSizes
 from megatron_lite.training.data import build_splits
 
 
@@ -169,13 +167,8 @@ def test_a_run_with_a_schedule(prefixes, tmp_path):
 
 
 @pytest.mark.parametrize("dp, micro", [(1, 4), (2, 1), (4, 1)])
-def test_layouts_and_restarts_read_the_same(prefixes, dp, micro):
+def test_layouts_and_restarts_read_the_same(prefixes, dp, micro, assert_read_alike):
     phases = [Phase(0, None, [prefixes[0]]), Phase(6, [Fraction(1), Fraction(2)], prefixes[1:])]
     samples = PhasedSamples(phases, lambda prefix, number: WindowSamples(IndexedDataset(prefix), 4, number))
     for consumed in (0, 4, 8, 400):
-        rows = []
-        for rank in range(dp):
-            loader = BatchLoader(samples, micro_batch_size=micro, batch_sizes=BatchSizes(4), dp_rank=rank, dp_size=dp,
-                                 vocab_size=9999, consumed_samples=consumed, prefetch=0)  # fmt: skip
-            rows += [row.tolist() for batch in loader.next_step() for row in batch.tokens]
-        assert sorted(rows) == sorted(samples[n][:-1].tolist() for n in range(consumed, consumed + 4))
+        assert_read_alike(samples, dp, micro, consumed)
