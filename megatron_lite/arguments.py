@@ -1,4 +1,4 @@
-"""Command line <-> `Config`. The flags are the fields of `config.py`; this file adds what argparse and a person need.
+"""Command line <-> `Config`. The flags are the fields of `config/`; this file adds what argparse and a person need.
 
     parse(argv, world_size)      defaults <- --model preset <- --use-checkpoint-args <- given flags -> resolve -> validate
     with_vocab_size(config, n)   the second step where the vocabulary is known only once the tokenizer is read

@@ -62,11 +62,12 @@ class DeviceError(ReportedError):
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
-    """The grid that the configuration makes of `world_size` ranks; what tp and pp leave is dp."""
+    """The grid that the configuration makes of `world_size` ranks; what tp, cp and pp leave is dp."""
     parallel = config.parallel
     mirrored = plainest_pipeline(config.model.num_layers, parallel).placement.mirror(0, 0) is not None
-    dp = world_size // (parallel.tp * parallel.pp)
-    return Grid(tp=parallel.tp, pp=parallel.pp, dp=dp, zero_replicas=parallel.zero_replica_size, mirrored=mirrored)
+    dp = world_size // (parallel.tp * parallel.cp * parallel.pp)
+    return Grid(tp=parallel.tp, cp=parallel.cp, ep=parallel.ep, pp=parallel.pp, dp=dp, zero_replicas=parallel.zero_replica_size,
+                mirrored=mirrored)  # fmt: skip
 
 
 def num_microbatches(config: Config, dp: int) -> int:

@@ -1,7 +1,7 @@
 """Every flag does something: changed on the command line, it changes what a run computes, writes or says (F01).
 
 A row: (base flags, changed flags, what must differ). Each runs through pretrain_gpt.main, on one tiny model in fp64, so
-that no effect is too small to be seen. A flag of config.py without a row fails the last test.
+that no effect is too small to be seen. A flag of config/ without a row fails the last test.
 """
 
 import base64
