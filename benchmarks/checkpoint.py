@@ -89,11 +89,14 @@ def sharded(trainer: Trainer) -> dict[str, DTensor]:
     tp = init_device_mesh("cpu", (parallel.pp, parallel.tp), mesh_dim_names=("pp", "tp"))["tp"]
     state = {}
     for prefix, shard, shape, _, flat in tensors(trainer, optim=True):
-        for box in shard.boxes:
-            cut = [d for d, n in enumerate(box.length) if n != box.full_shape[d]]
+        for name in dict.fromkeys(box.name for box in shard.boxes):
+            boxes = sorted((box for box in shard.boxes if box.name == name), key=lambda box: box.offset)
+            # Heads of a fused projection lie apart in the parameter: as a tensor of their own they lie together.
+            own = torch.cat([box.of_local(flat.view(shape)) for box in boxes])
+            cut = [d for d, n in enumerate(own.shape) if n != boxes[0].full_shape[d]]
             place = placement_types.Shard(cut[0]) if cut else placement_types.Replicate()
-            own = box.of_local(flat.view(shape)).clone()
-            state[f"{prefix}/{box.name}"] = DTensor.from_local(own, tp, [place], run_check=False)
+            state[f"{prefix}/{name}"] = DTensor.from_local(own, tp, [place], run_check=False)
+            assert state[f"{prefix}/{name}"].shape == boxes[0].full_shape
     return state
 
 
@@ -142,6 +145,10 @@ class Bench:
         self.saver, self.steps = Saver(self.own, Progress(), lambda line: None), 0
         self.step()
         self.theirs = sharded(self.own)
+        held = sum(x.to_local().nbytes for x in self.theirs.values() if x.placements[0].is_shard() or self.own.mesh.tp.rank == 0)
+        own = sum(piece.tensor.nbytes for piece in pieces_of(self.own, optim=True))
+        both = comm.all_reduce(torch.tensor([held, own], dtype=torch.float64), self.world)
+        assert both[0] == both[1], "they do not write the same bytes"
         self.into = {key: torch.zeros_like(tensor) for key, tensor in self.theirs.items()}
         self.host = [torch.zeros_like(piece.tensor) for piece in pieces_of(self.own, optim=True)]
 

@@ -62,6 +62,27 @@ def fault_of(part: Piece | Request) -> str | None:
     return None
 
 
+def joined(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """Pieces that lie one under the other in their tensor, together: their bytes in a row are those of one block.
+
+    Heads of a fused projection are such pieces: apart in the parameter, side by side in the full tensor.
+    """
+    groups: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda p: (p.key, p.offset)):
+        last = groups[-1][-1] if groups else None
+        if last is not None and piece.offset and follows(last, piece):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
+def follows(above: Piece, below: Piece) -> bool:
+    """Whether `below` has the rows after those of `above`, of the same columns of the same tensor."""
+    kinds = [(p.key, p.full_shape, p.offset[1:], p.length[1:], p.tensor.dtype) for p in (above, below)]
+    return kinds[0] == kinds[1] and below.offset[0] == above.offset[0] + above.length[0]
+
+
 def flat_boxes(start: int, length: int, shape: Sequence[int]) -> list[Span]:
     """Elements `start .. start + length` of a row-major tensor as boxes, in flat order: at most three for a matrix.
 
