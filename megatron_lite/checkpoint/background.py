@@ -106,23 +106,22 @@ class BackgroundSave:
         self.staging = self.directory / (TEMPORARY + iteration_name(iteration))
         self.doing = f"saving iteration {iteration} to {directory}"
         self.first = mesh.world.rank == 0
-        self.naming, self.stack = False, ExitStack()
+        self.naming, self.prepared, self.stack = False, False, ExitStack()
 
         copies: list[Piece] = []
-        agree(lambda: self._prepare() if self.first else None, mesh.world, self.doing)
-        try:
-            agree(lambda: copies.extend(snapshot.take(pieces)), mesh.world, self.doing)
+        try:  # one word among the ranks for the folder and the copy: a step waits for it
+            agree(lambda: copies.extend(self._prepare(pieces, snapshot)), mesh.world, self.doing)
         except CheckpointError:
             self._give_up()
             raise
         self.task: Task = Task(lambda: write_own(self.staging, mesh.world.rank, copies))
 
-    def _prepare(self) -> None:
-        try:
+    def _prepare(self, pieces: Iterable[Piece], snapshot: Snapshot) -> list[Piece]:
+        """Make the folder ready on rank 0, and copy."""
+        if self.first:
             prepare(self.directory, self.staging, self.stack)
-        except BaseException:
-            self.stack.close()
-            raise
+            self.prepared = True
+        return snapshot.take(pieces)
 
     def poll(self, wait: bool = False) -> Path | None:
         """Go on to what is next if all ranks can; the folder once it is the latest, else None. `wait`: stay until then.
@@ -155,7 +154,7 @@ class BackgroundSave:
         return not comm.all_reduce(busy, self.mesh.world, op="max")
 
     def _give_up(self) -> None:
-        """All ranks have spoken, so nobody writes there any more."""
-        if self.first:
+        """All ranks have spoken, so nobody writes there any more. Without the lock the folder may be another run's."""
+        if self.prepared:
             discard(self.staging)
         self.stack.close()

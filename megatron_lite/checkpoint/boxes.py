@@ -195,6 +195,10 @@ def flat_requests(prefix: str, shard: Shard, shape: Sequence[int], start: int, f
 
 def flat_parts(prefix: str, shard: Shard, shape: Sequence[int], start: int, flat: torch.Tensor) -> list[tuple]:
     """(owned, fields of a Piece) where a flat slice of the local parameter meets the parameter's boxes."""
+    if flat.numel() == math.prod(shape):  # all of it: the boxes as they are, in a tenth of the time
+        local = flat.view(shape)
+        boxes = [box for box in shard.boxes if math.prod(box.length)]
+        return [(b.owned, (f"{prefix}/{b.name}", b.full_shape, b.offset, b.length, b.of_local(local))) for b in boxes]
     parts = []
     taken = 0
     for offset, length in flat_boxes(start, flat.numel(), shape):
