@@ -138,8 +138,8 @@ class Writer:
     def write_tensor(self, tensor: torch.Tensor, checksum: Checksum | None = None) -> None:
         """A tensor's bytes, which the checksum takes as well."""
         raw = bytes_of(tensor.detach().to("cpu").contiguous())
-        for start in range(0, len(raw), BLOCK):
-            block = raw[start : start + BLOCK]
+        for start in range(0, len(raw), AHEAD):  # large ones: what runs behind the training is to need Python's lock rarely
+            block = raw[start : start + AHEAD]
             if checksum is not None:
                 checksum.update(block)
             self.write(block)
@@ -227,20 +227,32 @@ class ShardReader:
         position, kind, checksum = self.position(box, dtype), getattr(torch, dtype), ALGORITHMS[box.algorithm]()
         parts = sorted((as_rows(part, target) for part, target in parts), key=lambda part: part[0])
         rows = (tuple(box.length) or (1,)) if parts else (math.prod(box.length),)
-        if tile_in_place(parts, rows, kind):
-            for _, _, target in parts:
-                raw = bytes_of(target)
-                for start in range(0, len(raw), BLOCK):
-                    block = raw[start : start + BLOCK]
-                    self.read_into(block, position)
-                    checksum.update(block)  # while the cache still holds it
-                    position += len(block)
+        if side_by_side(parts, rows, kind):
+            row, passed = math.prod(rows[1:]) * kind.itemsize, 0
+            for offset, length, target in parts:
+                self.sum_rows(position + passed * row, (offset[0] - passed, *rows[1:]), kind, checksum)
+                self.sum_into(target, position + offset[0] * row, checksum)
+                passed = offset[0] + length[0]
+            self.sum_rows(position + passed * row, (rows[0] - passed, *rows[1:]), kind, checksum)
             return checksum.intdigest()
         for first, block in self.row_blocks(position, rows, kind):
             checksum.update(bytes_of(block))
             for part in parts:
                 copy_rows(block, first, part)
         return checksum.intdigest()
+
+    def sum_into(self, target: torch.Tensor, position: int, checksum: Checksum) -> None:
+        """Fill a tensor from byte `position` on, and give the checksum what was read while the cache still holds it."""
+        raw = bytes_of(target)
+        for start in range(0, len(raw), BLOCK):
+            block = raw[start : start + BLOCK]
+            self.read_into(block, position + start)
+            checksum.update(block)
+
+    def sum_rows(self, position: int, shape: Sequence[int], kind: torch.dtype, checksum: Checksum) -> None:
+        """Give the checksum rows that nobody here wants."""
+        for _, block in self.row_blocks(position, shape, kind):
+            checksum.update(bytes_of(block))
 
     def read_box(self, box: Stored, dtype: str, part: Span, target: torch.Tensor) -> None:
         """Copy a part of the block (placed relative to it) into `target` of the part's shape, converting dtypes."""
@@ -256,7 +268,7 @@ class ShardReader:
     def row_blocks(self, start: int, shape: Sequence[int], kind: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """The rows of a tensor that begins at byte `start`, a few MB at once: (first row, [rows, ...])."""
         row = math.prod(shape[1:])
-        if not row:
+        if not row or not shape[0]:
             return
         step = max(1, min(shape[0], BLOCK // (row * kind.itemsize)))
         buffer = torch.empty(step, *shape[1:], dtype=kind)
@@ -280,15 +292,11 @@ def fits_in_place(part: Rows, rows: Sequence[int], kind: torch.dtype) -> bool:
     return length[1:] == tuple(rows[1:]) and target.dtype == kind and own_memory
 
 
-def tile_in_place(parts: Sequence[Rows], rows: Sequence[int], kind: torch.dtype) -> bool:
-    """Whether parts, in order of their offsets, are all of a block of shape `rows`, each as it lies in the file."""
-    end = 0
-    for part in parts:
-        offset, length, _ = part
-        if offset[0] != end or not fits_in_place(part, rows, kind):
-            return False
-        end += length[0]
-    return bool(parts) and end == rows[0]
+def side_by_side(parts: Sequence[Rows], rows: Sequence[int], kind: torch.dtype) -> bool:
+    """Whether parts of a block of shape `rows`, in order of their offsets, share no row, each as it lies in the file."""
+    ends = [0, *(offset[0] + length[0] for offset, length, _ in parts)]
+    apart = all(part[0][0] >= end for part, end in zip(parts, ends, strict=False))
+    return apart and all(fits_in_place(part, rows, kind) for part in parts)
 
 
 def copy_rows(block: torch.Tensor, first: int, part: Rows) -> None:
