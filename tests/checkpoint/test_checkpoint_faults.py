@@ -213,6 +213,7 @@ class Trap:
 
 
 def test_planted_pickles_never_run(sharded, tmp_path):
+    """In any file that we write: none of them is one (C15, C16, C25)."""
     marker = tmp_path / "ran"
     trap = pickle.dumps(Trap(str(marker)))
     for name in ("shard_00000.safetensors", "manifest.json", f"../{TRACKER}"):
