@@ -30,6 +30,7 @@ setup(
         "tokenizers",
         "safetensors",
         "wandb",
+        "xxhash",
         "tqdm",
         "matplotlib",
     ],

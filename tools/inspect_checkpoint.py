@@ -50,7 +50,7 @@ def damage(folder: Path, manifest: Manifest) -> list[str]:
         try:
             with ShardReader(folder / name) as file:
                 for box, entry in blocks[name]:
-                    if file.checksum(box, entry) != box.crc32:
+                    if file.checksum(box, entry) != box.checksum:
                         problems.append(f"{file.path} is damaged: the checksum of {box.key} does not fit")
                 extra = set(file.entries) - {box.key for box, _ in blocks[name]} - {"__metadata__"}
                 problems += [f"{file.path} holds {key}, which is not in the manifest" for key in sorted(extra)]

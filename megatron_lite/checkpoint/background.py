@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -23,9 +23,10 @@ from typing import Generic, TypeVar
 import torch
 
 from megatron_lite.checkpoint.agree import CheckpointError, agree
-from megatron_lite.checkpoint.boxes import Piece
+from megatron_lite.checkpoint.boxes import Piece, joined
 from megatron_lite.checkpoint.folder import TEMPORARY, discard, iteration_name
 from megatron_lite.checkpoint.save import merge, name_it, prepare, write_own
+from megatron_lite.checkpoint.shard_file import stretch
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Mesh
 
@@ -37,23 +38,50 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.kept: dict[tuple, torch.Tensor] = {}
+        self.pinned = False  # copies from a GPU, which do not wait
+        self.pieces: list[Piece] | None = None  # of the last save, and for them:
+        self.copies: list[Piece] = []
+        self.targets: list[torch.Tensor] = []
 
     def take(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The same pieces with their bytes as they are now; the tensors may change as soon as this returns."""
-        kept, copies, cuda = {}, [], False
-        for p in pieces:
-            key = (p.key, tuple(p.offset), tuple(p.length), p.tensor.dtype)
-            host = self.kept.get(key)
-            if host is None:
-                host = torch.empty(tuple(p.length), dtype=p.tensor.dtype, pin_memory=p.tensor.is_cuda)
-            host.copy_(p.tensor.detach(), non_blocking=p.tensor.is_cuda)
-            cuda = cuda or p.tensor.is_cuda
-            kept[key] = host
-            copies.append(Piece(p.key, p.full_shape, p.offset, p.length, host))
-        if cuda:
+        """The same blocks with their bytes as they are now; the tensors may change as soon as this returns.
+
+        Of a list, blocks one under the other become one, in memory too, so that the thread that writes has little to do in
+        Python; for the same list once more nothing is planned. Anything else is copied as it comes, and not held.
+        """
+        if not isinstance(pieces, list):
+            self.kept, kept = {}, self.kept
+            self.copies = [self._copied(piece, kept) for piece in pieces]
+        else:
+            if pieces is not self.pieces:
+                self._arrange(pieces)
+            with torch.no_grad():
+                torch._foreach_copy_(self.targets, [piece.tensor for piece in pieces], non_blocking=True)
+        if self.pinned:
             torch.cuda.current_stream().synchronize()
-        self.kept = kept
-        return copies
+        return self.copies
+
+    def _copied(self, piece: Piece, kept: dict[tuple, torch.Tensor]) -> Piece:
+        host = self._memory(piece, tuple(piece.offset), tuple(piece.length), kept)
+        host.copy_(piece.tensor.detach(), non_blocking=True)
+        return Piece(piece.key, piece.full_shape, piece.offset, piece.length, host)
+
+    def _arrange(self, pieces: list[Piece]) -> None:
+        """Where each piece is copied to: rows of the memory of its stretch."""
+        self.kept, kept, places, self.copies = {}, self.kept, {}, []
+        for block in map(stretch, joined(pieces)):
+            host, first, row = self._memory(block.pieces[0], block.offset, block.length, kept), block.pieces[0], 0
+            self.copies.append(Piece(first.key, first.full_shape, block.offset, block.length, host))
+            for piece in block.pieces:
+                places[id(piece)] = host[row : row + piece.length[0]] if block.length else host
+                row += piece.length[0] if block.length else 0
+        self.pieces, self.targets = pieces, [places[id(piece)] for piece in pieces]
+
+    def _memory(self, like: Piece, offset: Sequence[int], length: Sequence[int], kept: dict[tuple, torch.Tensor]) -> torch.Tensor:
+        dtype, cuda = like.tensor.dtype, like.tensor.is_cuda
+        key, self.pinned = (like.key, offset, length, dtype), self.pinned or cuda
+        self.kept[key] = torch.empty(length, dtype=dtype, pin_memory=cuda) if key not in kept else kept[key]
+        return self.kept[key]
 
 
 def step_aside() -> None:
@@ -106,23 +134,22 @@ class BackgroundSave:
         self.staging = self.directory / (TEMPORARY + iteration_name(iteration))
         self.doing = f"saving iteration {iteration} to {directory}"
         self.first = mesh.world.rank == 0
-        self.naming, self.stack = False, ExitStack()
+        self.naming, self.prepared, self.stack = False, False, ExitStack()
 
         copies: list[Piece] = []
-        agree(lambda: self._prepare() if self.first else None, mesh.world, self.doing)
-        try:
-            agree(lambda: copies.extend(snapshot.take(pieces)), mesh.world, self.doing)
+        try:  # one word among the ranks for the folder and the copy: a step waits for it
+            agree(lambda: copies.extend(self._prepare(pieces, snapshot)), mesh.world, self.doing)
         except CheckpointError:
             self._give_up()
             raise
         self.task: Task = Task(lambda: write_own(self.staging, mesh.world.rank, copies))
 
-    def _prepare(self) -> None:
-        try:
+    def _prepare(self, pieces: Iterable[Piece], snapshot: Snapshot) -> list[Piece]:
+        """Make the folder ready on rank 0, and copy."""
+        if self.first:
             prepare(self.directory, self.staging, self.stack)
-        except BaseException:
-            self.stack.close()
-            raise
+            self.prepared = True
+        return snapshot.take(pieces)
 
     def poll(self, wait: bool = False) -> Path | None:
         """Go on to what is next if all ranks can; the folder once it is the latest, else None. `wait`: stay until then.
@@ -155,7 +182,7 @@ class BackgroundSave:
         return not comm.all_reduce(busy, self.mesh.world, op="max")
 
     def _give_up(self) -> None:
-        """All ranks have spoken, so nobody writes there any more."""
-        if self.first:
+        """All ranks have spoken, so nobody writes there any more. Without the lock the folder may be another run's."""
+        if self.prepared:
             discard(self.staging)
         self.stack.close()

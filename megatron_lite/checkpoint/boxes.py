@@ -62,6 +62,27 @@ def fault_of(part: Piece | Request) -> str | None:
     return None
 
 
+def joined(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """Pieces that lie one under the other in their tensor, together: their bytes in a row are those of one block.
+
+    Heads of a fused projection are such pieces: apart in the parameter, side by side in the full tensor.
+    """
+    groups: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda p: (p.key, p.offset)):
+        last = groups[-1][-1] if groups else None
+        if last is not None and piece.offset and follows(last, piece):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
+def follows(above: Piece, below: Piece) -> bool:
+    """Whether `below` has the rows after those of `above`, of the same columns of the same tensor."""
+    kinds = [(p.key, p.full_shape, p.offset[1:], p.length[1:], p.tensor.dtype) for p in (above, below)]
+    return kinds[0] == kinds[1] and below.offset[0] == above.offset[0] + above.length[0]
+
+
 def flat_boxes(start: int, length: int, shape: Sequence[int]) -> list[Span]:
     """Elements `start .. start + length` of a row-major tensor as boxes, in flat order: at most three for a matrix.
 
@@ -174,6 +195,10 @@ def flat_requests(prefix: str, shard: Shard, shape: Sequence[int], start: int, f
 
 def flat_parts(prefix: str, shard: Shard, shape: Sequence[int], start: int, flat: torch.Tensor) -> list[tuple]:
     """(owned, fields of a Piece) where a flat slice of the local parameter meets the parameter's boxes."""
+    if flat.numel() == math.prod(shape):  # all of it: the boxes as they are, in a tenth of the time
+        local = flat.view(shape)
+        boxes = [box for box in shard.boxes if math.prod(box.length)]
+        return [(b.owned, (f"{prefix}/{b.name}", b.full_shape, b.offset, b.length, b.of_local(local))) for b in boxes]
     parts = []
     taken = 0
     for offset, length in flat_boxes(start, flat.numel(), shape):

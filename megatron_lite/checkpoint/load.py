@@ -161,7 +161,7 @@ class Loader:
             try:
                 with ShardReader(self.folder / name) as file:
                     for job in sorted(jobs[name].values(), key=lambda job: file.position(job.box, job.dtype)):
-                        if job.verify and file.read_all(job.box, job.dtype, job.parts) != job.box.crc32:
+                        if job.verify and file.read_all(job.box, job.dtype, job.parts) != job.box.checksum:
                             problems.append(f"{file.path} is damaged: the checksum of {job.box.key} does not fit")
                         for part, target in () if job.verify else job.parts:
                             file.read_box(job.box, job.dtype, part, target)

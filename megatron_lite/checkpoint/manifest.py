@@ -1,15 +1,16 @@
 """`manifest.json`: which block of which tensor lies where. Pure: what ranks wrote in, a checked manifest out.
 
-    {"format": "megatron_lite.checkpoint", "version": 1, "iteration": 100,
+    {"format": "megatron_lite.checkpoint", "version": 2, "iteration": 100,
      "files":   {"shard_00000.safetensors": 73256, ...},                                        bytes
      "tensors": {"model/norm.weight": {"shape": [64], "dtype": "float32", "boxes": [
                     {"file": "shard_00000.safetensors", "key": "model/norm.weight",             key inside the file
-                     "offset": [0], "length": [64], "crc32": 3632233996}]}, ...},               of the block's bytes
+                     "offset": [0], "length": [64], "xxh3_64": 7632233996219}]}, ...},          of the block's bytes
      "meta":    {...},                                                                          the caller's
      "crc32":   1774765110}                                                                     of all the above
 
 Keys are `model/<canonical name>` (the fp32 master weight where there is one), `optim/exp_avg/<name>` and
 `optim/exp_avg_sq/<name>`, all in parameter space: nothing in a checkpoint remembers the layout that wrote it.
+Version 1 differs in the blocks' checksums alone, which were crc32.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ import torch
 
 from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint
 from megatron_lite.checkpoint.boxes import Span, tiling_fault
+from megatron_lite.checkpoint.checksums import ALGORITHMS, XXH3
 
 NAME = "manifest.json"
 FORMAT = "megatron_lite.checkpoint"
-VERSION = 1
+VERSION = 2
 LAST = ',\n"crc32": '  # no JSON string holds a bare line end, so the text has this once, before the checksum
 
 # torch dtype name -> its name in a safetensors header
@@ -47,7 +49,8 @@ class Stored(NamedTuple):
     key: str
     offset: tuple[int, ...]
     length: tuple[int, ...]
-    crc32: int
+    checksum: int
+    algorithm: str = XXH3
 
     @property
     def span(self) -> Span:
@@ -108,7 +111,9 @@ def assemble(iteration: int, files: dict[str, int], written: Iterable[Written], 
 def to_text(manifest: Manifest) -> str:
     """The manifest as JSON, a line per file and tensor. Raises TypeError where `meta` is not JSON."""
     tensors = {
-        key: {"shape": entry.shape, "dtype": entry.dtype, "boxes": [box._asdict() for box in entry.boxes]}
+        key: {"shape": entry.shape, "dtype": entry.dtype, "boxes": [
+            {"file": box.file, "key": box.key, "offset": box.offset, "length": box.length, box.algorithm: box.checksum}
+            for box in entry.boxes]}
         for key, entry in manifest.tensors.items()
     }
     body = {"format": FORMAT, "version": VERSION, "iteration": manifest.iteration, "files": manifest.files,
@@ -145,8 +150,8 @@ def read_manifest(path: str | os.PathLike, verify: bool = True) -> Manifest:
         raise DamagedCheckpoint(f"the manifest {path} is not JSON: {error}") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise DamagedCheckpoint(f"{path} is not a manifest of format {FORMAT}")
-    if body.get("version") != VERSION:
-        raise CheckpointError(f"{path} has format version {body.get('version')}; this program reads version {VERSION}")
+    if body.get("version") not in (1, VERSION):
+        raise CheckpointError(f"{path} has format version {body.get('version')}; this program reads versions 1 and {VERSION}")
     if verify and not intact(raw):
         raise DamagedCheckpoint(f"the manifest {path} is damaged: its checksum does not fit")
     try:
@@ -164,9 +169,7 @@ def parse(body: dict) -> Manifest:
             raise ValueError(f"file {name!r} lies outside the folder")
     tensors = {}
     for key, row in body["tensors"].items():
-        boxes = tuple(
-            Stored(b["file"], b["key"], tuple(b["offset"]), tuple(b["length"]), b["crc32"]) for b in row["boxes"]
-        )
+        boxes = tuple(Stored(b["file"], b["key"], tuple(b["offset"]), tuple(b["length"]), *checksum_of(b)) for b in row["boxes"])
         if row["dtype"] not in DTYPES:
             raise ValueError(f"tensor {key} has unknown dtype {row['dtype']!r}")
         for box in boxes:
@@ -174,6 +177,14 @@ def parse(body: dict) -> Manifest:
                 raise ValueError(f"tensor {key} lies in {box.file!r}, which is not listed")
         tensors[key] = Entry(tuple(row["shape"]), row["dtype"], boxes)
     return Manifest(int(body["iteration"]), files, tensors, dict(body["meta"]))
+
+
+def checksum_of(box: dict) -> tuple[int, str]:
+    """(checksum, name of its algorithm). Raises KeyError where it is of none that this program knows."""
+    for algorithm in ALGORITHMS:
+        if algorithm in box:
+            return box[algorithm], algorithm
+    raise KeyError(f"checksum of {box['key']}")
 
 
 def describe(manifest: Manifest) -> str:

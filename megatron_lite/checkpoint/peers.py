@@ -310,7 +310,7 @@ def damage(path: Path, size: int, blocks: Iterable[tuple[Stored, Entry]], verify
         with ShardReader(path) as file:
             for box, entry in blocks:
                 file.position(box, entry.dtype)
-                if verify and file.checksum(box, entry) != box.crc32:
+                if verify and file.checksum(box, entry) != box.checksum:
                     return f"{path} is damaged: the checksum of {box.key} does not fit"
     except (CheckpointError, OSError) as error:
         return problems_of(error)[0]

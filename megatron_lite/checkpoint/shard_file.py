@@ -10,25 +10,50 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint
-from megatron_lite.checkpoint.boxes import Piece, Span, fault_of, text
+from megatron_lite.checkpoint.boxes import Piece, Span, fault_of, joined, text
+from megatron_lite.checkpoint.checksums import ALGORITHMS, XXH3, Checksum
 from megatron_lite.checkpoint.manifest import DTYPES, Entry, Stored, Written
 
-BLOCK = 8 << 20  # bytes handled at a time: big enough for the disk, small enough for the cache and for memory
+BLOCK = 1 << 20  # bytes handled at a time: few enough that the cache still holds them for the checksum
+AHEAD = 8 << 20  # bytes that are handed to the disk at once
 
 Rows = tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]  # offset and length of a part of a block, and its target
 
 
-def file_key(piece: Piece) -> str:
-    """The tensor's key where the piece is the full tensor, else the key and the block: `model/norm.weight[0:32]`."""
-    return piece.key if tuple(piece.length) == tuple(piece.full_shape) else piece.key + text(piece.offset, piece.length)
+class Stretch(NamedTuple):
+    """Pieces that make up one block of the file, and the block's place in the full tensor."""
+
+    pieces: list[Piece]
+    offset: tuple[int, ...]
+    length: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """The tensor's key where the block is the full tensor, else the key and the block: `model/norm.weight[0:32]`."""
+        first = self.pieces[0]
+        return first.key if self.length == tuple(first.full_shape) else first.key + text(self.offset, self.length)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pieces[0].tensor.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.length) * self.dtype.itemsize
+
+
+def stretch(pieces: list[Piece]) -> Stretch:
+    """Of pieces one under the other."""
+    offset, length = tuple(pieces[0].offset), tuple(pieces[0].length)
+    return Stretch(pieces, offset, (sum(p.length[0] for p in pieces), *length[1:]) if length else ())
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -39,25 +64,27 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())
 
 
-def plan_file(pieces: Sequence[Piece]) -> tuple[dict[str, Piece], bytes]:
-    """(pieces by key in the file, in writing order; the file's first bytes). Raises CheckpointError for bad pieces."""
-    problems = [fault for fault in map(fault_of, pieces) if fault]
-    named: dict[str, Piece] = {}
+def plan_file(pieces: Sequence[Piece]) -> tuple[dict[str, Stretch], bytes]:
+    """(blocks by key in the file, in writing order; the file's first bytes). Raises CheckpointError for bad pieces."""
+    faults = [fault_of(piece) for piece in pieces]
+    problems = [fault for fault in faults if fault]
+    sound = [piece for piece, fault in zip(pieces, faults, strict=True) if not fault]
+    named: dict[str, Stretch] = {}
     # The widest dtypes first: each block then starts at a multiple of its item size, as other readers like it.
-    for piece in sorted(pieces, key=lambda p: -p.tensor.dtype.itemsize):
-        dtype = str(piece.tensor.dtype).removeprefix("torch.")
+    for block in sorted(map(stretch, joined(sound)), key=lambda block: -block.dtype.itemsize):
+        name, dtype = block.pieces[0].key, str(block.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
-            problems.append(f"tensor {piece.key}: dtype {dtype} cannot be stored")
-        if file_key(piece) in named:
-            problems.append(f"tensor {piece.key}: block {text(piece.offset, piece.length)} is given twice")
-        named[file_key(piece)] = piece
+            problems.append(f"tensor {name}: dtype {dtype} cannot be stored")
+        if block.key in named:
+            problems.append(f"tensor {name}: block {text(block.offset, block.length)} is given twice")
+        named[block.key] = block
     if problems:
         raise CheckpointError("pieces that cannot be written", problems)
     header, end = {}, 0
-    for key, piece in named.items():
-        start, end = end, end + piece.tensor.numel() * piece.tensor.dtype.itemsize
-        dtype = DTYPES[str(piece.tensor.dtype).removeprefix("torch.")]
-        header[key] = {"dtype": dtype, "shape": list(piece.length), "data_offsets": [start, end]}
+    for key, block in named.items():
+        start, end = end, end + block.bytes
+        dtype = DTYPES[str(block.dtype).removeprefix("torch.")]
+        header[key] = {"dtype": dtype, "shape": list(block.length), "data_offsets": [start, end]}
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
     return named, len(raw).to_bytes(8, "little") + raw
@@ -79,41 +106,50 @@ def write_shard(path: Path, pieces: Sequence[Piece], produce: Callable[[Piece], 
     written = []
     try:
         with open(path, "wb", buffering=0) as file:
-            write_all(file.fileno(), memoryview(head))
-            for key, piece in named.items():
-                crc = write_tensor(file.fileno(), piece.tensor if produce is None else produce(piece))
-                box = Stored(path.name, key, tuple(piece.offset), tuple(piece.length), crc)
-                dtype = str(piece.tensor.dtype).removeprefix("torch.")
-                written.append(Written(piece.key, tuple(piece.full_shape), dtype, box))
+            out = Writer(file.fileno())
+            out.write(memoryview(head))
+            for key, block in named.items():
+                checksum = ALGORITHMS[XXH3]()
+                for piece in block.pieces:
+                    out.write_tensor(piece.tensor if produce is None else produce(piece), checksum)
+                box = Stored(path.name, key, block.offset, block.length, checksum.intdigest(), XXH3)
+                dtype = str(block.dtype).removeprefix("torch.")
+                written.append(Written(block.pieces[0].key, tuple(block.pieces[0].full_shape), dtype, box))
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     return written
 
 
-def write_tensor(fd: int, tensor: torch.Tensor) -> int:
-    """Append a tensor's bytes to an open file and have the disk begin with them; their crc32."""
-    raw = bytes_of(tensor.detach().to("cpu").contiguous())
-    crc = 0
-    for start in range(0, len(raw), BLOCK):
-        block = raw[start : start + BLOCK]
-        crc = zlib.crc32(block, crc)
-        write_all(fd, block)
-        start_writing(fd, len(block))
-    return crc
+class Writer:
+    """Appends to an empty file, and has the disk begin early: the fsync at the end then finds most of it done."""
 
+    def __init__(self, fd: int):
+        self.fd, self.end, self.begun = fd, 0, 0  # bytes written, bytes that the disk has begun with
 
-def start_writing(fd: int, size: int) -> None:
-    """The disk begins with the last `size` bytes, so that the fsync at the end finds most of it done. Nothing waits for it."""
-    if hasattr(os, "posix_fadvise"):  # says that the cache may let go of them, which Linux begins by writing them
-        with suppress(OSError):  # advice that a file system does not take: the fsync writes all
-            os.posix_fadvise(fd, os.lseek(fd, 0, os.SEEK_CUR) - size, size, os.POSIX_FADV_DONTNEED)
+    def write(self, block: memoryview) -> None:
+        """All of it: a full disk shows as a short write first, as an error only at the next one."""
+        while block:
+            count = os.write(self.fd, block)
+            block, self.end = block[count:], self.end + count
+        if self.end - self.begun >= AHEAD:
+            self.start()
 
+    def write_tensor(self, tensor: torch.Tensor, checksum: Checksum | None = None) -> None:
+        """A tensor's bytes, which the checksum takes as well."""
+        raw = bytes_of(tensor.detach().to("cpu").contiguous())
+        for start in range(0, len(raw), AHEAD):  # large ones: what runs behind the training is to need Python's lock rarely
+            block = raw[start : start + AHEAD]
+            if checksum is not None:
+                checksum.update(block)
+            self.write(block)
 
-def write_all(fd: int, block: memoryview) -> None:
-    """os.write until all is written: a full disk shows as a short write first, as an error only at the next one."""
-    while block:
-        block = block[os.write(fd, block) :]
+    def start(self) -> None:
+        """The disk begins with what it has not begun with. Nothing waits for it."""
+        if hasattr(os, "posix_fadvise"):  # says that the cache may let go of them, which Linux begins by writing them
+            with suppress(OSError):  # advice that a file system does not take: the fsync writes all
+                os.posix_fadvise(self.fd, self.begun, self.end - self.begun, os.POSIX_FADV_DONTNEED)
+        self.begun = self.end
 
 
 class ShardReader:
@@ -182,26 +218,41 @@ class ShardReader:
         return self.data + start
 
     def checksum(self, box: Stored, entry: Entry) -> int:
-        """crc32 of a block's bytes."""
+        """Of a block's bytes, by the algorithm of the stored one."""
         return self.read_all(box, entry.dtype, ())
 
     def read_all(self, box: Stored, dtype: str, parts: Sequence[tuple[Span, torch.Tensor]]) -> int:
-        """The crc32 of all of the block's bytes and, in the same pass, parts of it (as for `read_box`) into their targets."""
-        position, kind, crc = self.position(box, dtype), getattr(torch, dtype), 0
-        parts = [as_rows(part, target) for part, target in parts]
+        """The checksum of all of the block's bytes, by its algorithm, and in the same pass parts of it (as for `read_box`) into
+        their targets."""
+        position, kind, checksum = self.position(box, dtype), getattr(torch, dtype), ALGORITHMS[box.algorithm]()
+        parts = sorted((as_rows(part, target) for part, target in parts), key=lambda part: part[0])
         rows = (tuple(box.length) or (1,)) if parts else (math.prod(box.length),)
-        if len(parts) == 1 and parts[0][1] == rows and fits_in_place(parts[0], rows, kind):
-            raw = bytes_of(parts[0][2])
-            for start in range(0, len(raw), BLOCK):
-                block = raw[start : start + BLOCK]
-                self.read_into(block, position + start)
-                crc = zlib.crc32(block, crc)  # while the cache still holds it
-            return crc
+        if side_by_side(parts, rows, kind):
+            row, passed = math.prod(rows[1:]) * kind.itemsize, 0
+            for offset, length, target in parts:
+                self.sum_rows(position + passed * row, (offset[0] - passed, *rows[1:]), kind, checksum)
+                self.sum_into(target, position + offset[0] * row, checksum)
+                passed = offset[0] + length[0]
+            self.sum_rows(position + passed * row, (rows[0] - passed, *rows[1:]), kind, checksum)
+            return checksum.intdigest()
         for first, block in self.row_blocks(position, rows, kind):
-            crc = zlib.crc32(bytes_of(block), crc)
+            checksum.update(bytes_of(block))
             for part in parts:
                 copy_rows(block, first, part)
-        return crc
+        return checksum.intdigest()
+
+    def sum_into(self, target: torch.Tensor, position: int, checksum: Checksum) -> None:
+        """Fill a tensor from byte `position` on, and give the checksum what was read while the cache still holds it."""
+        raw = bytes_of(target)
+        for start in range(0, len(raw), BLOCK):
+            block = raw[start : start + BLOCK]
+            self.read_into(block, position + start)
+            checksum.update(block)
+
+    def sum_rows(self, position: int, shape: Sequence[int], kind: torch.dtype, checksum: Checksum) -> None:
+        """Give the checksum rows that nobody here wants."""
+        for _, block in self.row_blocks(position, shape, kind):
+            checksum.update(bytes_of(block))
 
     def read_box(self, box: Stored, dtype: str, part: Span, target: torch.Tensor) -> None:
         """Copy a part of the block (placed relative to it) into `target` of the part's shape, converting dtypes."""
@@ -217,7 +268,7 @@ class ShardReader:
     def row_blocks(self, start: int, shape: Sequence[int], kind: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """The rows of a tensor that begins at byte `start`, a few MB at once: (first row, [rows, ...])."""
         row = math.prod(shape[1:])
-        if not row:
+        if not row or not shape[0]:
             return
         step = max(1, min(shape[0], BLOCK // (row * kind.itemsize)))
         buffer = torch.empty(step, *shape[1:], dtype=kind)
@@ -239,6 +290,13 @@ def fits_in_place(part: Rows, rows: Sequence[int], kind: torch.dtype) -> bool:
     _, length, target = part
     own_memory = target.device.type == "cpu" and target.is_contiguous()
     return length[1:] == tuple(rows[1:]) and target.dtype == kind and own_memory
+
+
+def side_by_side(parts: Sequence[Rows], rows: Sequence[int], kind: torch.dtype) -> bool:
+    """Whether parts of a block of shape `rows`, in order of their offsets, share no row, each as it lies in the file."""
+    ends = [0, *(offset[0] + length[0] for offset, length, _ in parts)]
+    apart = all(part[0][0] >= end for part, end in zip(parts, ends, strict=False))
+    return apart and all(fits_in_place(part, rows, kind) for part in parts)
 
 
 def copy_rows(block: torch.Tensor, first: int, part: Rows) -> None:

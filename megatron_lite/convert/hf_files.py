@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_lite.checkpoint.manifest import DTYPES, Stored
-from megatron_lite.checkpoint.shard_file import ShardReader, write_all, write_tensor
+from megatron_lite.checkpoint.shard_file import ShardReader, Writer
 from megatron_lite.convert.links import ConversionError
 
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -215,9 +215,10 @@ def write_file(folder: Path, plan: FilePlan, produce: Callable[[str], torch.Tens
     """Write one file, a tensor at a time; yields each tensor's name once it is written."""
     raw = plan.header.encode()
     with open(folder / plan.name, "xb", buffering=0) as file:
-        write_all(file.fileno(), memoryview(len(raw).to_bytes(8, "little") + raw))
+        out = Writer(file.fileno())
+        out.write(memoryview(len(raw).to_bytes(8, "little") + raw))
         for name in plan.tensors:
-            write_tensor(file.fileno(), produce(name))
+            out.write_tensor(produce(name))
             yield name
         os.fsync(file.fileno())
 

@@ -136,7 +136,7 @@ class NativeReader:
             if not self.verify or read.box in self.verified:
                 file.read_box(read.box, read.dtype, *part_of(read))
                 continue
-            if file.read_all(read.box, read.dtype, [part_of(read)]) != read.box.crc32:
+            if file.read_all(read.box, read.dtype, [part_of(read)]) != read.box.checksum:
                 raise CheckpointError(f"{file.path} is damaged: the checksum of {read.box.key} does not fit")
             self.verified.add(read.box)
 

@@ -15,7 +15,7 @@ from megatron_lite.checkpoint.boxes import Piece
 from megatron_lite.checkpoint.save import save_checkpoint
 from megatron_lite.comm import collectives as comm
 from megatron_lite.training.setup import Trainer
-from megatron_lite.training.state import WEIGHTS, Home, Progress, meta_of, pieces_of
+from megatron_lite.training.state import WEIGHTS, Home, Progress, compression, meta_of, pieces_of, tensors
 
 
 class Saver:
@@ -34,6 +34,7 @@ class Saver:
         self.clock = time.monotonic()
         self.snapshots = {"full": Snapshot(), WEIGHTS: Snapshot()}
         self.running: dict[str, BackgroundSave] = {}
+        self.views: tuple[list, list[Piece]] = ([], [])  # where the state lay at the last full save, and its pieces
 
     def due(self, progress: Progress, last: bool) -> tuple[bool, bool]:
         """(whether to save now, whether to save the weights alone)."""
@@ -59,12 +60,22 @@ class Saver:
         meta = meta_of(self.trainer, progress)
         if full:
             self.clock, self.last_started = time.monotonic(), progress.iteration
-            pieces = pieces_of(self.trainer, not self.flags.no_save_optim)
+            pieces = self._pieces(not self.flags.no_save_optim)
             self._save("full", self.flags.save, pieces, meta, self.flags.save_retain)
         if weights:
             dtype = getattr(torch, self.trainer.config.precision.dtype_name)
             pieces = pieces_of(self.trainer, False, dtype)
             self._save(WEIGHTS, os.path.join(self.flags.save, WEIGHTS), pieces, meta | {"kind": WEIGHTS}, None)
+
+    def _pieces(self, optim: bool) -> list[Piece]:
+        """What a full save writes: the same list as long as the state lies where it did, so that a step does not wait for it to
+        be planned again. The views hold their memory, so no other tensor can have come to the same address."""
+        flats = [(prefix, flat) for prefix, _, _, _, flat in tensors(self.trainer, optim)]
+        flats += compression(self.trainer) if optim else []
+        where = [(key, flat.data_ptr(), flat.numel(), flat.dtype, flat.device) for key, flat in flats]
+        if where != self.views[0]:
+            self.views = (where, list(pieces_of(self.trainer, optim)))
+        return self.views[1]
 
     def _save(self, kind: str, directory: str, pieces: Iterable[Piece], meta: dict, keep: int | None) -> None:
         mesh, iteration = self.trainer.mesh, meta["iteration"]

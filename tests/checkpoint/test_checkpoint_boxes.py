@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.boxes import (
     fault_of,
     flat_boxes,
     flat_pieces,
+    joined,
     overlap,
     tiling_fault,
     uncovered,
@@ -141,3 +142,19 @@ def test_flat_slices_give_the_pieces_of_the_parameter(which, cuts, place):
     expected = canvas(box_pieces("m", shard, local))
     for name, full in canvas(pieces).items():
         assert torch.equal(full, expected[name])
+
+
+def test_pieces_one_under_the_other_are_joined():
+    """Heads of a fused projection: apart in the parameter, together in the file; other columns, dtypes or gaps stay apart."""
+    x = torch.arange(24.0).view(6, 4)
+
+    def piece(key, first, rows, column=0, columns=4, kind=torch.float32):
+        block = x[first : first + rows, column : column + columns].to(kind)
+        return Piece(key, (6, 4), (first, column), (rows, columns), block)
+
+    pieces = [piece("q", 4, 2), piece("k", 0, 3), piece("q", 0, 2), piece("k", 4, 2), piece("q", 2, 2),
+              piece("v", 0, 3, 0, 2), piece("v", 3, 3, 2, 2), piece("w", 0, 3), piece("w", 3, 3, kind=torch.float16)]  # fmt: skip
+    found = [[(p.key, p.offset[0]) for p in group] for group in joined(pieces)]
+    assert found == [[("k", 0)], [("k", 4)], [("q", 0), ("q", 2), ("q", 4)], [("v", 0)], [("v", 3)], [("w", 0)], [("w", 3)]]
+    scalars = [Piece("a", (), (), (), torch.ones(())), Piece("b", (), (), (), torch.ones(()))]
+    assert [len(group) for group in joined(scalars)] == [1, 1]

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import zlib
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from megatron_lite.checkpoint.agree import CheckpointError, DamagedCheckpoint
 from megatron_lite.checkpoint.boxes import Piece, Request
 from megatron_lite.checkpoint.folder import TRACKER, complete_iterations, decide, find_latest
 from megatron_lite.checkpoint.load import load_checkpoint
-from megatron_lite.checkpoint.manifest import read_manifest
+from megatron_lite.checkpoint.manifest import LAST, read_manifest
 from megatron_lite.checkpoint.save import save_checkpoint
+from megatron_lite.checkpoint.shard_file import ShardReader
 from megatron_lite.comm.mesh import single
-from tests.checkpoint.checkpoint_model import full_state, load_value, play_save, rank_pieces, rank_targets, save
+from tests.checkpoint.checkpoint_model import full_state, load_value, local_tensors, play_save, rank_pieces, rank_targets, save
 
 
 def load_all(directory, **options):
@@ -149,9 +151,9 @@ def test_damage_names_the_tensor_and_can_be_ignored(sharded):
 def test_manifests_that_are_not_ours(sharded):
     manifest = sharded / "manifest.json"
     text = manifest.read_text()
-    newer = text.replace('"version": 1', '"version": 2')
+    newer = text.replace('"version": 2', '"version": 3')
     for wrong, why in (("", "not JSON"), ("[]", "format"), ('{"format": "other"}', "format"),
-                       (newer, "version 2; this program reads version 1")):  # fmt: skip
+                       (newer, "version 3; this program reads versions 1 and 2")):  # fmt: skip
         manifest.write_text(wrong)
         with pytest.raises(CheckpointError, match=why) as caught:
             read_manifest(sharded)
@@ -166,6 +168,40 @@ def test_manifests_that_are_not_ours(sharded):
             read_manifest(sharded, verify=False)
 
 
+def aged(folder):
+    """Make a checkpoint one of format version 1, whose blocks have crc32."""
+    path = folder / "manifest.json"
+    text = path.read_text()
+    for entry in read_manifest(folder).tensors.values():
+        for box in entry.boxes:
+            with ShardReader(folder / box.file) as file:
+                start = file.position(box, entry.dtype)
+                crc = zlib.crc32(file.path.read_bytes()[start : start + entry.bytes_of(box)])
+            text = text.replace(f'"xxh3_64": {box.checksum}', f'"crc32": {crc}')
+    text = text.rpartition(LAST)[0].replace('"version": 2', '"version": 1')
+    path.write_text(f"{text}{LAST}{zlib.crc32(text.encode())}}}\n")
+
+
+def test_checkpoints_with_crc32_are_loaded_and_verified(sharded):
+    aged(sharded)
+    assert "xxh3" not in (sharded / "manifest.json").read_text()
+    targets, requests = rank_targets(1, 0)
+    load_checkpoint(sharded.parent, requests, single())
+    for (_, _, found), (_, shard, wanted) in zip(targets, local_tensors(full_state(), 1, 0), strict=True):
+        assert torch.equal(found, wanted), shard.name
+    shard = sharded / "shard_00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
+    with pytest.raises(DamagedCheckpoint, match="shard_00001.safetensors is damaged: the checksum of"):
+        load_all(sharded.parent)
+
+
+def test_a_checksum_of_an_unknown_kind_is_named(sharded):
+    path = sharded / "manifest.json"
+    path.write_text(path.read_text().replace('"xxh3_64"', '"sha1"'))
+    with pytest.raises(DamagedCheckpoint, match="KeyError 'checksum of "):
+        read_manifest(sharded, verify=False)
+
+
 class Trap:
     """Pickled, it makes a file when anybody unpickles it."""
 
@@ -177,6 +213,7 @@ class Trap:
 
 
 def test_planted_pickles_never_run(sharded, tmp_path):
+    """In any file that we write: none of them is one (C15, C16, C25)."""
     marker = tmp_path / "ran"
     trap = pickle.dumps(Trap(str(marker)))
     for name in ("shard_00000.safetensors", "manifest.json", f"../{TRACKER}"):

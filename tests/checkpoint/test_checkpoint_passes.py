@@ -4,11 +4,11 @@ import math
 import os
 import random
 import threading
-import zlib
 from types import SimpleNamespace
 
 import pytest
 import torch
+import xxhash
 
 from megatron_lite.checkpoint import shard_file
 from megatron_lite.checkpoint.background import Task
@@ -43,7 +43,7 @@ def test_one_pass_gives_the_checksum_and_any_parts(tmp_path, small_blocks, shape
     file, box = stored(tmp_path, tensor)
     dtype = str(kind).removeprefix("torch.")
     with file:
-        assert box.crc32 == zlib.crc32(bytes_of(tensor)) == file.read_all(box, dtype, [])
+        assert box.checksum == xxhash.xxh3_64_intdigest(bytes_of(tensor)) == file.read_all(box, dtype, [])
         for target_kind in (kind, torch.float64):
             for _ in range(20):
                 parts, wanted = [], []
@@ -57,12 +57,29 @@ def test_one_pass_gives_the_checksum_and_any_parts(tmp_path, small_blocks, shape
                     target = target.contiguous() if draws.random() < 0.5 else target
                     parts.append(((tuple(a for a, _ in ends), length), target))
                     wanted.append(tensor[tuple(slice(a, b) for a, b in ends)])
-                assert file.read_all(box, dtype, parts) == box.crc32
+                assert file.read_all(box, dtype, parts) == box.checksum
                 for (part, target), own in zip(parts, wanted, strict=True):
                     assert torch.equal(target, own.to(target_kind))
                     again = torch.full_like(target, 9.0)
                     file.read_box(box, dtype, part, again)
                     assert torch.equal(again, own.to(target_kind))
+
+
+def test_a_block_that_several_targets_share_needs_no_buffer(tmp_path, small_blocks, monkeypatch):
+    """Rows of heads that lie apart in a fused parameter go straight there, and what nobody wants is summed."""
+    tensor = torch.randn(9, 5)
+    file, box = stored(tmp_path, tensor)
+    targets = [torch.zeros(n, 5) for n in (2, 4, 3)]
+    parts = [(((first, 0), (len(target), 5)), target) for first, target in zip((0, 2, 6), targets, strict=True)]
+    with file:
+        assert file.read_all(box, "float32", [*parts, parts[1]]) == box.checksum  # rows are wanted twice
+        monkeypatch.setattr(shard_file, "copy_rows", None)
+        for some in (parts[:1], parts[1:2], parts[2:], parts[:2], parts[::2]):
+            assert file.read_all(box, "float32", some) == box.checksum
+        for target in targets:
+            target.zero_()
+        assert file.read_all(box, "float32", parts[::-1]) == box.checksum
+    assert torch.equal(torch.cat(targets), tensor)
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in place", "by way of a buffer"])
@@ -73,9 +90,9 @@ def test_a_flipped_bit_shows_in_the_same_pass(tmp_path, small_blocks, inside):
     for position in range(len(whole) - tensor.nbytes, len(whole), 7):
         file.path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
         target = torch.zeros(9, 5, dtype=torch.float32 if inside else torch.float64)
-        assert file.read_all(box, "float32", [(((0, 0), (9, 5)), target)]) != box.crc32
+        assert file.read_all(box, "float32", [(((0, 0), (9, 5)), target)]) != box.checksum
     file.path.write_bytes(whole)
-    assert file.read_all(box, "float32", [(((0, 0), (9, 5)), target)]) == box.crc32
+    assert file.read_all(box, "float32", [(((0, 0), (9, 5)), target)]) == box.checksum
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])

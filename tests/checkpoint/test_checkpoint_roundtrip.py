@@ -185,7 +185,7 @@ def test_manifest_is_lines_of_json(tmp_path):
     play_save(tmp_path, 3, [rank_pieces(full_state(), 2, rank) for rank in range(2)])
     text = (tmp_path / "iter_0000003" / "manifest.json").read_text()
     body = json.loads(text)
-    assert body["format"] == "megatron_lite.checkpoint" and body["version"] == 1 and body["iteration"] == 3
+    assert body["format"] == "megatron_lite.checkpoint" and body["version"] == 2 and body["iteration"] == 3
     o_proj = body["tensors"]["model/attn.o_proj.weight"]
     assert o_proj["shape"] == [16, 16] and o_proj["dtype"] == "float32"
     assert [(b["file"], b["key"], b["offset"], b["length"]) for b in o_proj["boxes"]] == [

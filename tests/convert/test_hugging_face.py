@@ -50,6 +50,8 @@ def logits_at(rank, directory, tokens, tp, pp):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_round_trip_is_equal_in_every_byte_and_logits_are_those_of_transformers(kind, tmp_path, pool, capfd):
+    """Rows of q and k (H01), theta (H02) and scaling (H03) of the rotation, a vocabulary padded here (H04), head_dim (H07),
+    sliding window (H09), layers numbered over stages (H10), settings that training has no say in (H12)."""
     model = save_model(kind, tmp_path / "hf")
     assert convert("hf-to-native", tmp_path / "hf", tmp_path / "native") == 0
     printed = capfd.readouterr().err
@@ -221,7 +223,7 @@ def test_faults_are_named(message, tmp_path, capfd):
 
 
 def test_broken_weights_fail_the_check(tmp_path, capfd):
-    """Each layer has its own weights: two of them exchanged are found by the check, not by names or shapes."""
+    """Each layer has its own weights: two of them exchanged are found by the check, not by names or shapes (H13)."""
     save_model("llama1", tmp_path / "hf")
     assert convert("hf-to-native", tmp_path / "hf", tmp_path / "native") == 0
     capfd.readouterr()

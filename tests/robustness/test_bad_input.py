@@ -234,6 +234,7 @@ def test_nothing_to_load(tmp_path):
 
 @pytest.mark.parametrize("how", ["truncated", "deleted"])
 def test_a_damaged_checkpoint(tmp_path, how):
+    """A lone checkpoint without one of its shards, or with half of it, is refused by name: no random weights (C01)."""
     save = tmp_path / "save"
     flags = [*MOCK, "--save", save, "--load", save]
     Job(tmp_path, *flags, "--train-iters", 1).succeeds()

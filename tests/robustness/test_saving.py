@@ -61,6 +61,7 @@ def test_kill_9_at_a_random_moment(tmp_path, uninterrupted, seed):
 
 
 def test_behind_the_training_it_is_drained_and_the_same(tmp_path, uninterrupted):
+    """The tracker is moved (C04), and the save of the last iteration is finished before the run ends (C05)."""
     save = tmp_path / "save"
     flags = [*RUN, "--save", save, "--load", save, "--async-save", "--save-interval", 5, "--save-weights-only-interval", 4]
     job = Job(tmp_path, *flags, "--jsonl", tmp_path / "log", "--save-retain", 2, ranks=2).succeeds()
@@ -81,6 +82,7 @@ def test_a_full_disk_behind_the_training(tmp_path):
 
 
 def test_a_damaged_newest_is_named_and_skipped_to_an_older_one(tmp_path):
+    """Never to random weights (C01)."""
     save = tmp_path / "save"
     flags = [*MOCK, "--save", save, "--load", save, "--save-interval", 1]
     Job(tmp_path, *flags, "--train-iters", 3, ranks=2).succeeds()
