@@ -78,7 +78,7 @@ def expert_matrices(name: str, model: ModelConfig, tp: TensorParallel, experts: 
 
     Boxes name the matrices of single experts: `layers.0.mlp.experts.3.gate_proj.weight`.
     """
-    h, f = model.hidden_size, model.moe_ffn_hidden_size or model.ffn_hidden_size
+    h, f = model.hidden_size, model.moe_ffn_hidden_size
     first, number = split(model.num_experts, experts.axis.size, experts.axis.rank)
     start, width = split(f, cut.size, cut.rank)
     copies = (1, 0, False) if cut.size > 1 or tp.axis.size == 1 else (tp.axis.size, tp.axis.rank, True)
