@@ -38,7 +38,7 @@ class MoE(nn.Module):
     def __init__(self, name: str, model: ModelConfig, tp: TensorParallel, experts: ExpertParallel, init: Init,
                  output_init: Init, remake: bool = False):  # fmt: skip
         super().__init__()
-        self.tp, self.ep = tp, experts
+        self.tp, self.ep, self.gated = tp, experts, model.swiglu
         alone = Axis("tp")
         self.cut, self.whole = (tp.axis, alone) if experts.cut else (alone, tp.axis)  # who cuts matrices, who has tokens apart
         self.router = Router(f"{name}.router", model, tp, experts.cp, self.whole, self.cut.size, init)

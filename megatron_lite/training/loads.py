@@ -6,10 +6,12 @@ the world brings them together, a row for each layer with experts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from megatron_lite.checkpoint.boxes import Request
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Mesh
 from megatron_lite.config import ModelConfig
@@ -67,6 +69,12 @@ class Loads:
                 if router.bias is not None:
                     router.move_bias(total[self.layers.index(layer), :-2])
         return load_of(self.model, self.layers, total, tokens)
+
+
+def bias_requests(routers: Iterable[Router]) -> list[Request]:
+    """What fills the biases of routers that have one, from a checkpoint."""
+    return [Request(f"model/{router.bias_name}", tuple(router.bias.shape), (0,), tuple(router.bias.shape), router.bias)
+            for router in routers if router.bias is not None]  # fmt: skip
 
 
 def load_of(model: ModelConfig, layers: list[int], total: torch.Tensor, tokens: torch.Tensor) -> Load:

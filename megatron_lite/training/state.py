@@ -37,6 +37,7 @@ from megatron_lite.optim.scaler import stored
 from megatron_lite.parallel.shard import Shard
 from megatron_lite.tokenizers.fingerprint import fingerprint
 from megatron_lite.training.architecture import check_model
+from megatron_lite.training.loads import bias_requests
 from megatron_lite.training.setup import Trainer
 
 WEIGHTS = "weights"  # folder, and kind in `meta`, of the checkpoints that nothing can resume from
@@ -75,11 +76,8 @@ def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[Axis, tuple[str, Sh
                 yield state.bucket.replica, (prefix, param.shard, param.shape, start, flat[slice(*mine)])
 
 
-def biases(trainer: Trainer) -> Iterator[tuple[str, Router]]:
-    """(key, router) of routers with a bias: trained by no optimizer, the same on all ranks of a stage."""
-    for _, router in trainer.loads.routers if trainer.loads else ():
-        if router.bias is not None:
-            yield f"model/{router.bias_name}", router
+def routers(trainer: Trainer) -> list[Router]:
+    return [router for _, router in trainer.loads.routers] if trainer.loads else []
 
 
 def compression(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,9 +94,9 @@ def pieces_of(trainer: Trainer, optim: bool, dtype: torch.dtype | None = None) -
     for n, (replica, (prefix, shard, shape, start, flat)) in enumerate(tensors(trainer, optim)):
         if n % replica.size == replica.rank:
             yield from flat_pieces(prefix, shard, shape, start, flat if dtype is None else flat.to(dtype))
-    for key, router in biases(trainer):
-        if trainer.mesh.tp.rank == trainer.mesh.dp_cp.rank == 0 and not router.weight.shard.tied:
-            yield Piece(key, tuple(router.bias.shape), (0,), tuple(router.bias.shape), router.bias)
+    if trainer.mesh.tp.rank == trainer.mesh.dp_cp.rank == 0:  # a bias is the same on all ranks of a stage
+        for request in bias_requests(router for router in routers(trainer) if not router.weight.shard.tied):
+            yield Piece(request.key, request.full_shape, request.offset, request.length, request.tensor)
     for key, flat in compression(trainer) if optim else ():
         yield Piece(key, tuple(flat.shape), (0,), tuple(flat.shape), flat)
 
@@ -196,8 +194,7 @@ def restore(trainer: Trainer, home: Home | None = None) -> tuple[Progress, str]:
 
 def requests_of(trainer: Trainer, optim: bool) -> list[Request]:
     found = [request for _, held in tensors(trainer, optim) for request in flat_requests(*held)]
-    return found + [Request(key, tuple(router.bias.shape), (0,), tuple(router.bias.shape), router.bias)
-                    for key, router in biases(trainer)]  # fmt: skip
+    return found + bias_requests(routers(trainer))
 
 
 def compression_requests(trainer: Trainer) -> list[Request]:

@@ -54,8 +54,8 @@ def deepseek(config):
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
     moe = transformers.DeepseekV2Config(
         hidden_size=config["hidden_size"], num_attention_heads=config["num_attention_heads"], routed_scaling_factor=1.0,
-        topk_method="greedy", **{name: config[name] for name in ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok",
-                                                                 "n_shared_experts")})  # fmt: skip
+        topk_method="greedy", n_shared_experts=config["n_shared_experts"], n_routed_experts=config["n_routed_experts"],
+        **{name: config[name] for name in ("moe_intermediate_size", "num_experts_per_tok")})  # fmt: skip
     for layer in llama.model.layers[config["first_k_dense_replace"] :]:
         layer.mlp = modeling_deepseek_v2.DeepseekV2Moe(moe)
     return llama
