@@ -7,9 +7,8 @@ layer      forward and backward of 8 experts, 2 of them for each token; ours and
            second one as they ship. Gradients: theirs are made anew each time, ours are added to zeroed fp32 buffers.
            dispatch: sort, gather and sum of rows, forward and backward, alone with the same routes
 links      ep 1 and ep 2, each rank with as many tokens: products take the time that an H100 takes for Mixtral 8x7B's (400
-           TFLOP/s, as sleeps, ten times slowed), rows as long as they are on a link of so many GB/s. Twice the tokens should take
-           the time of half: time per token of ep 2 over half of ep 1's. Without balance in the routes nothing could be 1.0, so the
-           share of the fuller rank is shown beside it.
+           TFLOP/s, as sleeps), rows as long as they are on a link of 300 GB/s, all twenty times slowed. Twice the tokens should
+           take as long: time per token of ep 2 over half of ep 1's. The fuller rank's rows over the mean are a part of it.
 """
 
 import argparse
@@ -140,7 +139,7 @@ def layer_times(rank: int, shape: str, tokens: int, dtype: torch.dtype, rounds: 
 
 # ---------------------------------------------------------------------------------------------------------- modelled links
 
-TFLOPS, SLOWED, LINK = 400e12, 10, 300e9  # of a device, in bytes/s between two of them; all ten times slowed
+TFLOPS, SLOWED, LINK = 400e12, 20, 300e9  # of a device; bytes/s between two of them
 WIDE = (4096, 14336)  # what a row costs: Mixtral 8x7B's
 NARROW = 64  # what a row is made of here
 
@@ -242,8 +241,9 @@ def layer_row(shape: str, tokens: int, dtype: torch.dtype, rounds: int) -> dict:
     ratios = {name: statistics.median(b / a for a, b in zip(times["ours"], own, strict=True))
               for name, own in times.items() if name not in ("ours", "dispatch")}  # fmt: skip
     share = 100 * medians["dispatch"] / medians["ours"]
-    print(f"{shape:5} {tokens:5} tokens {str(dtype)[6:]:9} ours {medians['ours']:7.1f} ms, dispatch {share:.1f} % of it; transformers: "
-          + " | ".join(f"{name} {medians[name]:.1f} ms, {ratio:.2f} x" for name, ratio in ratios.items()), flush=True)  # fmt: skip
+    theirs = " | ".join(f"{name} {medians[name]:.1f} ms, {ratio:.2f} x" for name, ratio in ratios.items())
+    print(f"{shape:5} {tokens:5} tokens {str(dtype)[6:]:9} ours {medians['ours']:7.1f} ms, dispatch {share:.1f} % of it; "
+          f"transformers: {theirs}", flush=True)  # fmt: skip
     return {"shape": shape, "hidden": SHAPES[shape][0], "width": SHAPES[shape][1], "tokens": tokens, "dtype": str(dtype)[6:],
             "ms": medians, "times_faster": ratios, "dispatch_percent": share}  # fmt: skip
 

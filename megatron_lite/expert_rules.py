@@ -22,8 +22,6 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      "a softmax over the chosen adds up to 1; needs --moe-router-pre-softmax or --moe-router-score-function sigmoid"),
     ("moe_router_norm_topk", lambda s: s.moe_router_topk == 1, "with one expert a token there is nothing to share out"),
     ("moe_router_load_balancing_type", lambda s: not s.moe_aux_loss_coeff, "needs --moe-aux-loss-coeff above 0"),
-    ("moe_aux_loss_coeff", lambda s: s.moe_router_load_balancing_type == "none",
-     "needs --moe-router-load-balancing-type seq_aux_loss"),
     ("moe_router_bias_update_rate", lambda s: not s.moe_router_enable_expert_bias, "needs --moe-router-enable-expert-bias"),
     ("moe_expert_capacity_factor", lambda s: have(s.moe_expert_capacity_factor, s.moe_router_topk)
      and s.moe_expert_capacity_factor * s.moe_router_topk >= s.num_experts,
