@@ -103,7 +103,7 @@ def test_recomputation_changes_no_bit(pool, layout, activations):
 
 
 @pytest.mark.parametrize(("layout", "flags"), [
-    ("ep2_dp4_zero3", {"no_overlap_grad_reduce": True, "no_overlap_param_gather": True}),
+    slow("ep2_dp4_zero3", {"no_overlap_grad_reduce": True, "no_overlap_param_gather": True}),
     slow("pp2_ep2_zbv_zero3", {"zero_prefetch_limit": 3}),
 ])  # fmt: skip
 def test_overlap_changes_no_bit(pool, layout, flags):
