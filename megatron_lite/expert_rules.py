@@ -126,9 +126,10 @@ def _matrices(s: Values) -> Iterator[Problem]:
         if have(width) and width % parts:
             yield about(s, f"{name} {TP}", f"{width} channels cannot be cut into {parts} equal parts",
                         nearest_values(**{name: nearest(width, lambda n, parts=parts: n % parts == 0)}))  # fmt: skip
-    if etp == 1 and not s.sequence_parallel and have(s.seq_length) and s.seq_length % tp:
-        text = f"with whole experts the {tp} tp ranks share out the tokens of a sequence, and {s.seq_length} are no multiple"
-        yield about(s, f"seq_length {ETP}", text, nearest_values(seq_length=nearest(s.seq_length, lambda n: n % tp == 0)))
+    parts = tp * (s.context_parallel_size or 1)
+    if etp == 1 and not s.sequence_parallel and have(s.seq_length) and s.seq_length % parts:
+        text = f"with whole experts {parts} tp and cp ranks share out the tokens of a sequence, and {s.seq_length} are no multiple"
+        yield about(s, f"seq_length {ETP}", text, nearest_values(seq_length=nearest(s.seq_length, lambda n: n % parts == 0)))
 
 
 def _not_built(s: Values) -> Iterator[Problem]:
