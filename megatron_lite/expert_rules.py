@@ -128,7 +128,7 @@ def _matrices(s: Values) -> Iterator[Problem]:
                         nearest_values(**{name: nearest(width, lambda n, parts=parts: n % parts == 0)}))  # fmt: skip
     parts = tp * (s.context_parallel_size or 1)
     if etp == 1 and not s.sequence_parallel and have(s.seq_length) and s.seq_length % parts:
-        text = f"with whole experts {parts} tp and cp ranks share out the tokens of a sequence, and {s.seq_length} are no multiple"
+        text = f"with whole experts {parts} tp and cp ranks share out a sequence, and {s.seq_length} is no multiple"
         yield about(s, f"seq_length {ETP}", text, nearest_values(seq_length=nearest(s.seq_length, lambda n: n % parts == 0)))
 
 
