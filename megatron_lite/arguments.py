@@ -304,6 +304,8 @@ def resolve(config: Config, given: Iterable[str], world_size: int) -> Config:
         sizes["kv_channels"] = hidden // heads
     if model.ffn_hidden_size is None and hidden:
         sizes["ffn_hidden_size"] = int((4 * hidden * 2 / 3) / 64) * 64 if model.swiglu else 4 * hidden
+    if model.num_experts and model.moe_ffn_hidden_size is None:
+        sizes["moe_ffn_hidden_size"] = sizes.get("ffn_hidden_size", model.ffn_hidden_size)
     if model.max_position_embeddings is None:
         sizes["max_position_embeddings"] = model.seq_length
     batch = train.global_batch_size

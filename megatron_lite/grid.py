@@ -81,6 +81,13 @@ class Grid:
             found.setdefault((where["tp"], block, where["pp"]), []).append(rank)
         return sorted(found.values())
 
+    def expert_replicas(self) -> list[list[int]]:
+        """Ranks that hold the same experts: of one dp x cp group those of equal ep, its slow part.
+
+        dp 4, ep 2: experts are shared by [0, 1] [2, 3], and held alike by [0, 2] [1, 3].
+        """
+        return sorted(group[at :: self.ep] for group in self.groups("dp", "cp") for at in range(self.ep))
+
     def draw(self) -> str:
         """The grid as text: one row per (dp, cp), one column per stage, tp ranks side by side."""
         cells = []

@@ -26,17 +26,21 @@ AT_LEAST_ONE = (
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
     "log_interval pipeline_drain_interval trace_start trace_steps loss_scale_window hysteresis max_consecutive_skips "
-    "fp8_amax_history_len save_weights_only_interval save_retain grad_compression_rank tiktoken_num_special_tokens"
+    "fp8_amax_history_len save_weights_only_interval save_retain grad_compression_rank tiktoken_num_special_tokens "
+    "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups "
+    "moe_router_group_topk expert_model_parallel_size expert_tensor_parallel_size"
 ).split()
 AT_LEAST_ZERO = (
     "lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad num_workers seed "
     "pipemare_annealing_iters fp8_margin cpu_offloading_num_layers load_iteration grad_compression_start_iter "
-    "fim_prefix_id fim_middle_id fim_suffix_id peer_checkpoint_interval"
+    "fim_prefix_id fim_middle_id fim_suffix_id peer_checkpoint_interval moe_aux_loss_coeff moe_z_loss_coeff "
+    "moe_router_bias_update_rate"
 ).split()
 ABOVE_ZERO = (
     "rotary_base rotary_seq_len_interpolation_factor rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
     "norm_epsilon init_method_std adam_eps pipeline_memory_limit distributed_timeout_minutes exit_duration_in_mins peak_tflops "
-    "loss_scale initial_loss_scale min_loss_scale save_interval_minutes"
+    "loss_scale initial_loss_scale min_loss_scale save_interval_minutes moe_router_topk_scaling_factor "
+    "moe_expert_capacity_factor"
 ).split()
 SHARES = (
     "hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction "

@@ -15,7 +15,7 @@ from dataclasses import fields
 from fractions import Fraction
 from functools import partial
 
-from megatron_lite import batch_rules
+from megatron_lite import batch_rules, expert_rules
 from megatron_lite.config import GROUPS, Config, ParallelConfig
 from megatron_lite.data.blend import read_blend
 from megatron_lite.data.indexed import DataError
@@ -56,9 +56,10 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     """All problems of a resolved configuration. `given`: field names the user set (inert flags are judged on those)."""
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
-    problems += [*conflicts(values, given), *inert(values, given)]
+    problems += [*conflicts(values, given), *inert(values, given), *expert_rules.inert(values, given)]
     for rules in (_attention, _positions, _layout, _zero, compression, batch_rules.batch, _rampup, batch_rules.skipping,
-                  _pipeline, _asynchronous, _activations, _scale, _fp8, _rate, _warmup, _data, marks):  # fmt: skip
+                  _pipeline, _asynchronous, _activations, _scale, _fp8, _rate, _warmup, _data, marks,
+                  expert_rules.experts):  # fmt: skip
         problems += rules(values)
     return problems
 

@@ -21,7 +21,7 @@ import torch
 
 from megatron_lite.arguments import format_problems, read
 from megatron_lite.config import Config, DataConfig, ModelConfig
-from megatron_lite.convert.hf_files import bytes_of
+from megatron_lite.convert.hf_files import bytes_of, read_json
 from megatron_lite.convert.hugging_face import hf_to_native, native_to_hf, open_folder, plan_export
 from megatron_lite.convert.links import ConversionError
 from megatron_lite.convert.megatron import megatron_to_native, open_megatron
@@ -98,6 +98,9 @@ def check(native: Path, iteration: int | None, folder: Path) -> str:
         return "check skipped: transformers is not installed"
     config, (model,), _ = load_model(str(native), iteration, dtype=torch.float32)
     transformers.logging.set_verbosity_error()
+    kind = read_json(folder / "config.json").get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        return f"check skipped: transformers has no model of type {kind}"
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False).eval()  # fmt: skip
     draws = torch.Generator().manual_seed(1)

@@ -4,6 +4,7 @@ Raw operations, without autograd (`start_*` give a handle whose `wait()` returns
 
     all_reduce  all_gather  reduce_scatter  all_to_all  broadcast  barrier  gather_objects
     all_gather_into  reduce_scatter_into                     into a buffer of the caller's (gradient engine)
+    start_exchange_rows                                      all-to-all of unequal parts (experts, parallel/expert.py)
 
 Dual pairs with autograd; each backward is its partner's forward:
 
@@ -30,7 +31,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_lite.comm.exchanges import Shared
+from megatron_lite.comm.exchanges import Rows, Shared
 from megatron_lite.comm.mesh import Axis
 from megatron_lite.comm.pairwise import ALL_GATHER, Pairwise
 
@@ -120,7 +121,7 @@ class Native:
     """The backend's own collectives (NCCL)."""
 
     def __init__(self, axis: Axis):
-        self.group = axis.group
+        self.rank, self.group = axis.rank, axis.group
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Handle:
         return _Started(ALL_GATHER(out, x, group=self.group, async_op=True), out)
@@ -135,6 +136,10 @@ class Native:
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> Handle:
         return _Started(dist.all_to_all_single(out, x, group=self.group, async_op=True), out)
+
+    def exchange_rows(self, out: torch.Tensor, x: torch.Tensor, rows: Rows) -> Handle:
+        give, take = list(rows[self.rank]), [row[self.rank] for row in rows]
+        return _Started(dist.all_to_all_single(out, x, take, give, group=self.group, async_op=True), out)
 
     def broadcast(self, x: torch.Tensor, src: int) -> Handle:
         return _Started(dist.broadcast(x, group_src=src, group=self.group, async_op=True), x)
@@ -269,6 +274,21 @@ def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     return _transport(x, axis).all_to_all(out, x).wait() if x.numel() else out
+
+
+@torch.no_grad()
+def start_exchange_rows(x: torch.Tensor, axis: Axis, rows: Rows) -> Handle:
+    """[sum of rows[r], ...] -> [sum over p of rows[p][r], ...] on rank r: `rows[p][q]` rows of p's dim 0 go to q.
+
+    All ranks know all of `rows`. Both sides lie in rank order.
+    """
+    if axis.size == 1:
+        return Done(x)
+    x = x.contiguous()
+    out = x.new_empty(sum(row[axis.rank] for row in rows), *x.shape[1:])
+    if not any(map(any, rows)):
+        return Done(out)
+    return _transport(x, axis).exchange_rows(out, x, rows)
 
 
 @torch.no_grad()

@@ -5,16 +5,21 @@ ReduceScatter   slot = my pieces for the others, [n - 1, len]   read: sum my pie
 AllReduce       slot = my x[lo:hi]                              read: sum over everyone
 LargeAllReduce  reduce-scatter and gather of blocks in turn: each rank sums one n-th instead of everything
 AllToAll        slot = my pieces for the others                 read: copy my piece from everyone
+ExchangeRows    slot = a run of all that I have for the others  read: copy what of each run is for me
 Broadcast       slot = x[lo:hi] of the source                   read: copy it
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from megatron_lite.comm.shared import Exchange, SharedBoard
 
 SUM_BLOCK = 1 << 17
+Rows = Sequence[Sequence[int]]  # [p][q]: rows that rank p has for rank q
 COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -118,6 +123,41 @@ class AllToAll(_Scattered):
         lo = piece * self.length
         for source, part in enumerate(self.parts(slot, piece)):
             self.out[source, lo : lo + self.length].copy_(part)
+
+
+class ExchangeRows(Exchange):
+    """AllToAll with parts of unequal size. What a rank has for the others is one line, in rank order, sent in runs."""
+
+    def __init__(self, board: SharedBoard, out: torch.Tensor, x: torch.Tensor, rows: Rows):
+        rank, size = board.rank, x.shape[1:].numel()
+        self.sizes = [[0 if p == q else n * size for q, n in enumerate(row)] for p, row in enumerate(rows)]
+        self.starts = [[0, *accumulate(line)] for line in self.sizes]  # [p][q]: where q's part begins in p's line
+        self.length = _length(board, x)
+        super().__init__(board, -(-max(start[-1] for start in self.starts) // self.length), out)
+        give, take = [n * size for n in rows[rank]], [row[rank] * size for row in rows]
+        mine, places = list(x.view(-1).split(give)), list(out.view(-1).split(take))
+        places[rank].copy_(mine[rank])
+        self.mine, self.places = mine, places
+
+    def _overlap(self, source: int, target: int, piece: int) -> tuple[int, int, int]:
+        """(where in the slot, where in the part, length) of what `target` gets in a run of the line of `source`."""
+        lo, start = piece * self.length, self.starts[source][target]
+        begin, end = max(lo, start), min(lo + self.length, start + self.sizes[source][target])
+        return begin - lo, begin - start, end - begin
+
+    def write(self, slot: int, piece: int) -> None:
+        place = self.board.slot(self.board.rank, slot, self.result.dtype)
+        for peer in self.board.peers:
+            at, start, length = self._overlap(self.board.rank, peer, piece)
+            if length > 0:
+                place[at : at + length].copy_(self.mine[peer][start : start + length])
+
+    def read(self, slot: int, piece: int) -> None:
+        for source in self.board.peers:
+            at, start, length = self._overlap(source, self.board.rank, piece)
+            if length > 0:
+                theirs = self.board.slot(source, slot, self.result.dtype)
+                self.places[source][start : start + length].copy_(theirs[at : at + length])
 
 
 class AllReduce(Exchange):
@@ -228,6 +268,10 @@ class Shared:
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> Exchange:
         return self.board.start(AllToAll(self.board, out, x))
+
+    def exchange_rows(self, out: torch.Tensor, x: torch.Tensor, rows: Rows) -> Exchange:
+        exchange = ExchangeRows(self.board, out, x, rows)
+        return self.board.start(exchange) if exchange.pieces else exchange
 
     def broadcast(self, x: torch.Tensor, src: int) -> Exchange:
         return self.board.start(Broadcast(self.board, x, src))

@@ -57,11 +57,12 @@ class Mesh:
 def named_groups(grid: Grid) -> dict[str, list[list[int]]]:
     """Every named set of ranks: the spans; `embedding`, first and last stage of each pipeline, which hold the two
     copies of a tied embedding; `mirror`, the two ranks that hold the same stages where a pipeline runs both ways; `zero_shard`
-    and `zero_replica`, which cut dp_cp in two."""
+    and `zero_replica`, which cut dp_cp in two, as `ep` and `expert_dp` (ranks that hold the same experts) do."""
     groups, pipes = {name: grid.groups(*span) for name, span in SPANS.items()}, grid.groups("pp")
     groups["embedding"] = [[pipe[0], pipe[-1]] for pipe in pipes] if grid.pp > 1 else pipes
     pairs = [[pipe[r], pipe[-1 - r]] for pipe in pipes for r in range(grid.pp // 2)]
     groups["zero_shard"], groups["zero_replica"] = grid.zero_groups()
+    groups["expert_dp"] = grid.expert_replicas()
     groups["mirror"] = pairs if grid.mirrored else grid.groups()
     return groups
 

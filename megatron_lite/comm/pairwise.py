@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from megatron_lite.comm.exchanges import combine
+from megatron_lite.comm.exchanges import Rows, combine
 
 FIRST_TAG = 1 << 30  # below: pipeline messages (comm/p2p.py), which may use the same group
 SMALL_BYTES = 1 << 19
@@ -139,6 +139,13 @@ class Pairwise:
         if _small(x):
             return self._turn(places, parts, out)
         places[self.rank].copy_(parts[self.rank])
+        return self._exchange(lambda p: parts[p], lambda p: places[p], out)
+
+    def exchange_rows(self, out: torch.Tensor, x: torch.Tensor, rows: Rows) -> Pending:
+        rank, size = self.rank, x.shape[1:].numel()
+        parts = x.view(-1).split([n * size for n in rows[rank]])
+        places = out.view(-1).split([row[rank] * size for row in rows])
+        places[rank].copy_(parts[rank])
         return self._exchange(lambda p: parts[p], lambda p: places[p], out)
 
     def broadcast(self, x: torch.Tensor, src: int) -> Pending:

@@ -7,10 +7,10 @@ from types import ModuleType
 from typing import Any
 
 from megatron_lite.config import ModelConfig
-from megatron_lite.convert import gpt2, llama, mistral, mixtral, qwen2, qwen3
+from megatron_lite.convert import deepseek_moe, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megatron_lite.convert.links import ConversionError
 
-FAMILIES: tuple[ModuleType, ...] = (gpt2, llama, mistral, qwen2, qwen3, mixtral)
+FAMILIES: tuple[ModuleType, ...] = (gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, deepseek_moe)
 
 
 def family_of_json(config: Mapping[str, Any]) -> ModuleType:
@@ -28,6 +28,8 @@ def family_of_model(model: ModelConfig) -> ModuleType:
     """The family that one of our models is written as."""
     if model.position_embedding_type == "learned_absolute":
         return gpt2
+    if model.num_experts and not model.qk_layernorm:
+        return deepseek_moe if model.moe_router_pre_softmax or model.moe_shared_expert_intermediate_size else mixtral
     if model.qk_layernorm:
-        return qwen3
+        return qwen3_moe if model.num_experts else qwen3
     return qwen2 if model.add_qkv_bias else llama

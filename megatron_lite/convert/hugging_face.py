@@ -46,9 +46,10 @@ WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|onnx|gguf|ot)
 TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template", "spiece")
 # Tensors that old files hold beside the parameters; what they say follows from the configuration.
 BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias)")
-# Dropout, lengths and initial weights are no part of what a model computes.
+# Dropout, lengths, initial weights and what evens out the load of experts are no part of what a model computes.
 FREE = {"model", "seq_length", "max_position_embeddings", "hidden_dropout", "attention_dropout", "init_method_std",
-        "label_smoothing", "make_vocab_size_divisible_by", "ffn_hidden_size"}  # fmt: skip
+        "label_smoothing", "make_vocab_size_divisible_by", "ffn_hidden_size", "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_expert_capacity_factor"}  # fmt: skip
 
 Progress = Callable[[int], None]
 

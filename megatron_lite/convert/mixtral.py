@@ -1,4 +1,4 @@
-"""Mixtral: LLaMA's names, and in place of the MLP a router and experts. The names are here; the layer is not built yet."""
+"""Mixtral: LLaMA's names, and in place of the MLP a router and experts. Each token's weights are a softmax over its experts."""
 
 from __future__ import annotations
 
@@ -7,22 +7,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lite.config import ModelConfig
-from megatron_lite.convert.links import ConversionError, Link, renamed
-from megatron_lite.convert.settings import Json
+from megatron_lite.convert.links import Link, renamed
+from megatron_lite.convert.llama import FORM, decoder_json, decoder_settings
+from megatron_lite.convert.mistral import within_window
+from megatron_lite.convert.settings import PLAIN_ROUTER, Json, expect, refuse, wanted
 
 ARCHITECTURE = "MixtralForCausalLM"
 MODEL_TYPE = "mixtral"
 PARTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+FIXED = FORM | PLAIN_ROUTER | {
+    "qk_layernorm": False, "qkv_bias": False, "disable_bias_linear": True, "moe_shared_expert_intermediate_size": None,
+    "moe_router_pre_softmax": False, "moe_router_norm_topk": False}  # fmt: skip
 
 
 def settings(config: Json) -> tuple[ModelConfig, int]:
-    """Refused: there is no layer of experts to put the weights into."""
-    raise ConversionError("config.json describes a Mixtral model: layers of experts are not built here yet")
+    """(our model, vocabulary) of a config.json."""
+    expect(config, {"router_jitter_noise": (0, 0.0)})
+    fields = decoder_settings(config, tied=False)
+    fields |= {"num_experts": wanted(config, "num_local_experts"), "moe_router_topk": wanted(config, "num_experts_per_tok"),
+               "moe_ffn_hidden_size": fields["ffn_hidden_size"]}  # fmt: skip
+    return within_window(ModelConfig(**fields), config.get("sliding_window")), wanted(config, "vocab_size")
 
 
 def to_json(model: ModelConfig, vocab: int) -> dict[str, Any]:
-    """Refused, as `settings`."""
-    raise ConversionError("this model cannot be written as Mixtral: it has no experts")
+    """config.json of one of our models."""
+    refuse(model, "Mixtral", FIXED | {"expert_layers": (True,) * model.num_layers})
+    return decoder_json(model, vocab) | {
+        "intermediate_size": model.moe_ffn_hidden_size, "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk, "router_aux_loss_coef": model.moe_aux_loss_coeff,
+        "sliding_window": None}  # fmt: skip
 
 
 def their_name(name: str) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_lite.config import ModelConfig
 from megatron_lite.convert.links import ConversionError
 
 Json = Mapping[str, Any]
+# What routers of all families here are.
+PLAIN_ROUTER = {"moe_router_score_function": "softmax", "moe_router_num_groups": None, "moe_router_topk_scaling_factor": None,
+                "moe_router_enable_expert_bias": False}  # fmt: skip
 SEQUENCE = 4096  # tokens per sample where the positions reach further: a start for --seq-length, not a limit
 
 
@@ -74,6 +77,12 @@ def head_settings(config: Json) -> dict[str, Any]:
             "ffn_hidden_size": wanted(config, "intermediate_size"), "group_query_attention": groups != heads,
             "num_query_groups": groups if groups != heads else None, "kv_channels": config.get("head_dim") or hidden // heads,
             "max_position_embeddings": reach, "seq_length": min(reach, SEQUENCE)}  # fmt: skip
+
+
+def layer_list(experts: Iterable[bool]) -> str:
+    """--moe-layer-freq of layers that have experts or not."""
+    found = [int(there) for there in experts]
+    return "1" if all(found) else f"[{','.join(map(str, found))}]"
 
 
 def refuse(model: ModelConfig, family: str, fixed: Mapping[str, Any]) -> None:

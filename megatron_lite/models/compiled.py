@@ -10,6 +10,7 @@ import torch
 
 from megatron_lite.models.attention import SelfAttention
 from megatron_lite.models.mlp import MLP, swiglu_forward
+from megatron_lite.models.moe import MoE
 from megatron_lite.models.norm import RMSNorm, rms_backward, rms_forward
 from megatron_lite.models.rope import rotate
 
@@ -33,7 +34,7 @@ def compile_elementwise(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.kernels = norms
-        elif isinstance(module, MLP):
+        elif isinstance(module, MLP) or (isinstance(module, MoE) and module.gated):
             module.kernels = swiglu
         elif isinstance(module, SelfAttention):
             module.rope.kernel = rope

@@ -49,14 +49,15 @@ class MLP(nn.Module):
 
     `remake` (--recompute-modules mlp_act): the activation's output is computed again in the backward from its input.
     `kernels` = SwiGLU's (forward, backward), replaced by their compiled forms under --compile.
+    `width`: other than --ffn-hidden-size (shared experts).
     """
 
     def __init__(self, name: str, model: ModelConfig, tp: TensorParallel, init: Init, output_init: Init,
-                 remake: bool = False):  # fmt: skip
+                 remake: bool = False, width: int | None = None):  # fmt: skip
         super().__init__()
         self.swiglu, self.approximate, self.remake = model.swiglu, "tanh" if model.openai_gelu else "none", remake
         self.kernels = (swiglu_forward, swiglu_backward)
-        h, f, bias = model.hidden_size, model.ffn_hidden_size, not model.disable_bias_linear
+        h, f, bias = model.hidden_size, width or model.ffn_hidden_size, not model.disable_bias_linear
         pieces = ["gate_proj", "up_proj"] if model.swiglu else ["up_proj"]
         weights = column_boxes([(f"{name}.{piece}.weight", (f, h)) for piece in pieces], tp.axis)
         biases = column_boxes([(f"{name}.{piece}.bias", (f,)) for piece in pieces], tp.axis) if bias else None

@@ -22,11 +22,14 @@ from megatron_lite.backward import in_backward
 from megatron_lite.config import ActivationConfig, ModelConfig
 from megatron_lite.models.attention import SelfAttention
 from megatron_lite.models.mlp import MLP
+from megatron_lite.models.moe import MoE
 from megatron_lite.models.norm import NORMS
 from megatron_lite.models.packing import NOT_PACKED, Documents, Packing
 from megatron_lite.models.past import Past
 from megatron_lite.models.rope import cos_sin
+from megatron_lite.models.router import Router, Training
 from megatron_lite.offload import HostLayer, Offload
+from megatron_lite.parallel.expert import ExpertParallel
 from megatron_lite.parallel.shard import Init, Shard, allocate, initialise, parameter, whole
 from megatron_lite.parallel.tensor import Again, TensorParallel, column_linear
 from megatron_lite.parallel.vocab import cross_entropy, embed, vocab_matrix
@@ -41,7 +44,8 @@ KEEP_ALL = ActivationConfig()
 class TransformerLayer(nn.Module):
     """Pre-norm attention and MLP with residuals.   x [s/tp or s, b, h] -> the same shape"""
 
-    def __init__(self, layer: int, model: ModelConfig, tp: TensorParallel, activations: ActivationConfig = KEEP_ALL):
+    def __init__(self, layer: int, model: ModelConfig, tp: TensorParallel, activations: ActivationConfig = KEEP_ALL,
+                 experts: ExpertParallel | None = None):  # fmt: skip
         super().__init__()
         self.layer, self.p, self.remake_norms = layer, model.hidden_dropout, "layernorm" in activations.modules
         self.role = SHARDED if tp.sequence_parallel else REPLICATED
@@ -52,16 +56,23 @@ class TransformerLayer(nn.Module):
         self.self_attn = SelfAttention(f"{name}.self_attn", layer, model, tp, init, output_init,
                                        "core_attn" in activations.modules)  # fmt: skip
         self.post_attention_layernorm = norm(f"{name}.post_attention_layernorm", model.hidden_size, model.norm_epsilon, tp)
-        self.mlp = MLP(f"{name}.mlp", model, tp, init, output_init, "mlp_act" in activations.modules)
+        remake = "mlp_act" in activations.modules
+        self.has_experts = model.expert_layers[layer]
+        if self.has_experts:
+            self.mlp = MoE(f"{name}.mlp", model, tp, experts or ExpertParallel(), init, output_init, remake)
+        else:
+            self.mlp = MLP(f"{name}.mlp", model, tp, init, output_init, remake)
 
-    def forward(self, x: torch.Tensor, angles, key: DropoutKey | None, replay: bool = False,
-                past: Past | None = None, documents: Documents | None = None) -> torch.Tensor:  # fmt: skip
-        """In a replay (recompute.py) the output's values are not needed, and the backward follows at once."""
+    def forward(self, x: torch.Tensor, angles, key: DropoutKey | None, replay: bool = False, past: Past | None = None,
+                documents: Documents | None = None, training: Training | None = None) -> torch.Tensor:  # fmt: skip
+        """In a replay (recompute.py) the output's values are not needed, and the backward follows at once. `training` is for
+        routers."""
         norm = self.input_layernorm
         out = self.self_attn(norm(x), angles, key, self._again(norm, x), replay, past, documents)
         x = self._drop(out, "attention_output", key).add_(x)
         norm = self.post_attention_layernorm
-        return self._drop(self.mlp(norm(x), self._again(norm, x), replay), "mlp_output", key).add_(x)
+        seen = (norm(x), self._again(norm, x), replay)
+        return self._drop(self.mlp(*seen, training) if self.has_experts else self.mlp(*seen), "mlp_output", key).add_(x)
 
     def _again(self, norm: nn.Module, x: torch.Tensor) -> Again | None:
         """How the linear behind a norm gets its input again, where --recompute-modules has layernorm; the norm keeps x."""
@@ -143,6 +154,12 @@ class Weights:
         return x
 
 
+def units_of(layer: TransformerLayer) -> list[str]:
+    """The names of a layer's units."""
+    name = f"layers.{layer.layer}"
+    return [name, f"{name}.experts"] if layer.has_experts else [name]
+
+
 class TransformerStage(nn.Module):
     """The layers `layers` of the model, with the embedding if `first` and the output layer and loss if `last`.
 
@@ -152,12 +169,12 @@ class TransformerStage(nn.Module):
 
     def __init__(self, model: ModelConfig, vocab_size: int, padded_size: int, layers: range, first: bool, last: bool,
                  tp: TensorParallel, activations: ActivationConfig = KEEP_ALL,
-                 without_fp8: Collection[int] = ()):  # fmt: skip
+                 without_fp8: Collection[int] = (), experts: ExpertParallel | None = None):  # fmt: skip
         super().__init__()
         self.model, self.vocab_size, self.first, self.last, self.tp = model, vocab_size, first, last, tp
         self.embedding = Embedding(model, vocab_size, padded_size, tp) if first else None
         self.layers = nn.ModuleList(
-            TransformerLayer(i, model, replace(tp, fp8=None) if i in without_fp8 else tp, activations) for i in layers)
+            TransformerLayer(i, model, replace(tp, fp8=None) if i in without_fp8 else tp, activations, experts) for i in layers)
         self.spans = spans(len(layers), activations)
         self.offload = Offload(tp.device) if activations.cpu_offloading_num_layers else None
         self.norm = self.head = None
@@ -184,15 +201,23 @@ class TransformerStage(nn.Module):
     def output_weight(self) -> nn.Parameter:
         return self.embedding.weight if self.head is None else self.head
 
+    def routers(self) -> Iterator[tuple[int, Router]]:
+        """(layer, its router) of the layers with experts."""
+        return ((layer.layer, layer.mlp.router) for layer in self.layers if layer.has_experts)
+
     def units(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
         """Parameters in groups that are used together, in order of use. The token embedding and the output layer are
-        units of their own, so that a tied copy has the same buffer layout on both stages."""
+        units of their own, so that a tied copy has the same buffer layout on both stages; a layer's experts too, which other
+        ranks hold than the rest of it."""
         if self.first:
             yield "embed_tokens", [self.embedding.weight]
             if self.embedding.positions is not None:
                 yield "embed_positions", [self.embedding.positions]
         for layer in self.layers:
-            yield f"layers.{layer.layer}", list(layer.parameters())
+            params, names = list(layer.parameters()), units_of(layer)
+            yield names[0], [param for param in params if not param.shard.expert]
+            for name in names[1:]:
+                yield name, [param for param in params if param.shard.expert]
         if self.last:
             yield "norm", list(self.norm.parameters())
             if self.head is not None:
@@ -207,8 +232,8 @@ class TransformerStage(nn.Module):
         """Gradient contributions of a parameter per microbatch: two for an embedding that is also the output layer."""
         return 2 if self.last and self.first and self.head is None and param is self.embedding.weight else 1
 
-    def hidden(self, x: torch.Tensor, key: DropoutKey | None, past: Past | None = None,
-               packing: Packing = NOT_PACKED) -> torch.Tensor:  # fmt: skip
+    def hidden(self, x: torch.Tensor, key: DropoutKey | None, past: Past | None = None, packing: Packing = NOT_PACKED,
+               mask: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
         """tokens [b, s] on the first stage, else [s/tp or s, b, h]  ->  [s/tp or s, b, h] after this stage's layers.
 
         With `past` (no gradients, no sequence parallelism): the prompts, then [b, 1], the next token of each row.
@@ -220,10 +245,10 @@ class TransformerStage(nn.Module):
         angles = self._angles(length, x.device, past, packing)
         below: HostLayer | None = None  # what the layer before keeps, where that is in host memory
         for span in self.spans:
-            units = [f"layers.{layer.layer}" for layer in self.layers[span.start : span.stop]]
+            units = [unit for layer in self.layers[span.start : span.stop] for unit in units_of(layer)]
             for unit in units:
                 x = self.weights.gather(unit, x)
-            run, here = partial(self._through, span, angles, key, past, packing.documents), None
+            run, here = partial(self._through, span, angles, key, past, packing.documents, mask), None
             if span.treatment == RECOMPUTED:
                 x = recompute(run, x)
             elif span.treatment == OFFLOADED and torch.is_grad_enabled():
@@ -240,10 +265,11 @@ class TransformerStage(nn.Module):
         return x
 
     def _through(self, span: Span, angles, key: DropoutKey | None, past: Past | None, documents: Documents | None,
-                 x: torch.Tensor, replay: bool = False) -> torch.Tensor:  # fmt: skip
+                 mask: torch.Tensor | None, x: torch.Tensor, replay: bool = False) -> torch.Tensor:  # fmt: skip
         """x after the layers of a span. Of a replay the last layer's output is not needed."""
+        training = None if mask is None else Training(mask, again=replay)
         for i in range(span.start, span.stop):
-            x = self.layers[i](x, angles, key, replay and i == span.stop - 1, past, documents)
+            x = self.layers[i](x, angles, key, replay and i == span.stop - 1, past, documents, training)
         return x
 
     def _embedded(self, tokens: torch.Tensor, key: DropoutKey | None, past: Past | None, packing: Packing) -> torch.Tensor:
@@ -268,10 +294,10 @@ class TransformerStage(nn.Module):
                 key: DropoutKey | None = None, packing: Packing = NOT_PACKED) -> torch.Tensor:  # fmt: skip
         """The activation for the next stage, or on the last stage the sum over tokens of mask x loss.
 
-        labels, mask [b, s] are read on the last stage alone. `key` is None in evaluation: no dropout. `packing` is
-        needed on every stage.
+        labels [b, s] are read on the last stage alone, mask [b, s] there and by routers. `key` is None in evaluation: no
+        dropout. `packing` is needed on every stage.
         """
-        x = self.hidden(x, key, packing=packing)
+        x = self.hidden(x, key, packing=packing, mask=mask if torch.is_grad_enabled() else None)
         if not self.last:
             return x
         logits = self.logits(x).flatten(0, 1)  # [s b, V/tp]

@@ -44,6 +44,41 @@ MISTRAL = (
     LLAMA | UNTIED | {"vocab_size": 32000, "rotary_base": 1e6, "seq_length": 4096, "max_position_embeddings": 32768}
 )
 
+# Mixture of experts (Jiang et al. 2024, arXiv 2401.04088; Yang et al. 2025, arXiv 2505.09388).
+MIXTRAL = LLAMA | UNTIED | {"rotary_base": 1e6, "seq_length": 4096, "num_experts": 8, "moe_router_topk": 2}
+QWEN3_MOE = (
+    LLAMA
+    | UNTIED
+    | {
+        "vocab_size": 151936,
+        "qk_layernorm": True,
+        "kv_channels": 128,
+        "rotary_base": 1e6,
+        "norm_epsilon": 1e-6,
+        "seq_length": 4096,
+        "max_position_embeddings": 40960,
+        "moe_router_pre_softmax": True,
+        "moe_router_norm_topk": True,
+    }
+)
+# Fine-grained experts beside shared ones, the first layer dense (Dai et al. 2024, arXiv 2401.06066).
+DEEPSEEK_MOE = (
+    LLAMA
+    | UNTIED
+    | {
+        "vocab_size": 102400,
+        "norm_epsilon": 1e-6,
+        "seq_length": 4096,
+        "max_position_embeddings": 4096,
+        "num_experts": 64,
+        "moe_layer_freq": "[0]+[1]*27",
+        "moe_ffn_hidden_size": 1408,
+        "moe_shared_expert_intermediate_size": 2816,
+        "moe_router_topk": 6,
+        "moe_router_pre_softmax": True,
+    }
+)
+
 
 def _size(layers: int, hidden: int, heads: int, ffn: int, groups: int | None = None) -> dict[str, Any]:
     """The five numbers of a size; `groups` key/value heads turn grouped-query attention on."""
@@ -69,4 +104,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": QWEN25 | UNTIED | {"vocab_size": 152064} | _size(28, 3584, 28, 18944, groups=4),
     # v0.2: like v0.1 but full attention instead of a 4096-token window, theta 1e6.
     "mistral-7b": MISTRAL | _size(32, 4096, 32, 14336, groups=8),
+    "mixtral-8x7b": MIXTRAL | {"vocab_size": 32000, "max_position_embeddings": 32768} | _size(32, 4096, 32, 14336, groups=8),
+    "mixtral-8x22b": MIXTRAL | {"vocab_size": 32000, "max_position_embeddings": 65536} | _size(56, 6144, 48, 16384, groups=8),
+    "qwen3-30b-a3b": QWEN3_MOE
+    | {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768}
+    | _size(48, 2048, 32, 6144, groups=4),
+    "deepseek-moe-16b": DEEPSEEK_MOE | _size(28, 2048, 16, 10944),
 }

@@ -21,21 +21,32 @@ def other_spans(bucket: FlatBucket) -> list[tuple[int, int]]:
     return bucket.spans(lambda param, box: not box.owned or param.shard.tied)
 
 
-def square_sum(buckets: list[FlatBucket], of: str, *axes: Axis) -> torch.Tensor:
+def square_sum(buckets: list[FlatBucket], of: str, *axes: Axis, experts: tuple[Axis, ...] = ()) -> torch.Tensor:
     """Sum of squares over all ranks of `axes` of the owned part of each bucket's `of` ("grad" or "param"): fp64 scalar.
-    `axes`: tp x pp, and the one that ZeRO shards over.
+    `axes`: tp x pp, and the one that ZeRO shards over; `experts`: the same for buckets of experts, and ep, where there is one.
 
     Exact to fp32 rounding whatever the size: torch's own fp32 norm of a few million values on CPU is off by 1e-4.
     """
-    total = torch.zeros((), dtype=torch.float64, device=buckets[0].grad.device)
+    total = _owned_sum([b for b in buckets if not (experts and b.expert)], of, buckets[0].grad.device)
+    for axis in axes:
+        comm.all_reduce(total, axis)
+    if experts:
+        apart = _owned_sum([b for b in buckets if b.expert], of, total.device)
+        for axis in experts:
+            comm.all_reduce(apart, axis)
+        total += apart
+    return total
+
+
+def _owned_sum(buckets: list[FlatBucket], of: str, device: torch.device) -> torch.Tensor:
+    """This rank's part."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for bucket in buckets:
         flat = bucket.grad_shard if of == "grad" else bucket.param_shard
         for start, end in owned_spans(bucket):
             total += _square_sum(flat[start:end])
         for start, end in other_spans(bucket):
             total += 0.0 * _square_sum(flat[start:end])  # nothing, or NaN if this rank's copy alone is not finite
-    for axis in axes:
-        comm.all_reduce(total, axis)
     return total
 
 

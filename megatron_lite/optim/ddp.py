@@ -1,7 +1,8 @@
 """The gradient engine: who keeps which part of the model state, and how gradients are summed over data parallel ranks.
 
 One engine, one switch, --zero-stage. A bucket's gradient is reduce-scattered over the `shard` axis and all-reduced over the
-`replica` axis; without ZeRO the first has size 1 and the second is all of dp x cp.
+`replica` axis; without ZeRO the first has size 1 and the second is all of dp x cp. Experts that are shared out over ep have axes
+of their own, of the ranks that hold the same ones.
 
     stage   reduced                          this rank keeps                                    with pipeline stages
     0       in the last backward             everything
@@ -32,7 +33,7 @@ from torch import nn
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Axis
 from megatron_lite.models.transformer import TransformerStage
-from megatron_lite.optim.buckets import layout
+from megatron_lite.optim.buckets import Bucket, layout
 from megatron_lite.optim.compress import Compression, LowRank
 from megatron_lite.optim.flat import FlatBucket, Transient, box_span, bring, free, is_there, make_bucket
 from megatron_lite.optim.zero import UnitParameters, drop, finish_gather, outdate, start_gather
@@ -47,6 +48,7 @@ class Sharding:
     limit           units gathered ahead, and full gradients on their way, at once
     pipelined       there are pipeline stages: stage 3 keeps parameters and gradients for the step
     mirror          the two ranks that hold the same stages (DualPipe)
+    experts         (shard, replica) of experts; None: as the rest
     wire_dtype      what gradients travel as between data-parallel ranks; None: as they are
     compression     they travel as matrices of low rank; None: as they are
     """
@@ -59,6 +61,7 @@ class Sharding:
     limit: int = 1
     pipelined: bool = False
     mirror: Axis = field(default_factory=lambda: Axis("mirror"))
+    experts: tuple[Axis, Axis] | None = None
     wire_dtype: torch.dtype | None = None
     compression: Compression | None = None
 
@@ -93,9 +96,23 @@ class GradientEngine:
         for _, unit in chunk.units():
             units.append([(len(params) + i, p.numel()) for i, p in enumerate(unit)])
             params.extend(unit)
-        for bucket in layout(units, self.shard.size * self.replica.size, bucket_size):
+        experts = [bool(unit) and params[unit[0][0]].shard.expert for unit in units]
+        for wanted, axes in ((False, (self.shard, self.replica)), (True, self.sharding.experts or (self.shard, self.replica))):
+            own = [unit for unit, expert in zip(units, experts, strict=True) if expert == wanted]
+            self._allot(layout(own, axes[0].size * axes[1].size, bucket_size), params, axes, fill)
+        if self.stage > 0:
+            of_unit = {unit: self._owner[params[0]] for unit, params in chunk.units()}
+            if chunk.last:
+                of_unit["head"] = self._owner[chunk.output_weight]
+            ahead = self.sharding.limit if self.sharding.overlap_gather else 0
+            frees = self.stage == 3 and not self.sharding.pipelined
+            chunk.weights = UnitParameters(chunk, of_unit, ahead, frees)
+
+    def _allot(self, buckets: list[Bucket], params: list[nn.Parameter], axes: tuple[Axis, Axis], fill: Callable | None) -> None:
+        """Make buckets over their shard and replica axes."""
+        for bucket in buckets:
             mine = [params[slot.index] for slot in bucket.slots]
-            flat = make_bucket(bucket, mine, self.shard.rank, self.shard.size, self.stage, self.transient, fill)
+            flat = make_bucket(bucket, mine, *axes, self.stage, self.transient, fill)
             if self.compression:
                 flat.low_rank = LowRank(bucket.slots, mine, flat.grad, self.compression.rank)
             self.buckets.append(flat)
@@ -104,13 +121,6 @@ class GradientEngine:
                 param.grad_arrived = self._arrived
                 if self.stage >= 2:
                     param.grad_comes = self._comes
-        if self.stage > 0:
-            of_unit = {unit: self._owner[params[0]] for unit, params in chunk.units()}
-            if chunk.last:
-                of_unit["head"] = self._owner[chunk.output_weight]
-            ahead = self.sharding.limit if self.sharding.overlap_gather else 0
-            frees = self.stage == 3 and not self.sharding.pipelined
-            chunk.weights = UnitParameters(chunk, of_unit, self.shard, ahead, frees)
 
     # ------------------------------------------------------------------------------------------------- gradients
 
@@ -162,10 +172,10 @@ class GradientEngine:
             if self._on_their_way:
                 self._sum_right(self._on_their_way[-1])
             bucket.reduction = comm.start_all_reduce(bucket.low_rank.left(bucket.grad), self.compression.axis)
-        elif self.shard.size > 1:
-            bucket.reduction = comm.start_reduce_scatter_into(bucket.grad_shard, bucket.grad, self.shard, self.wire_dtype)
+        elif self.stage > 0:
+            bucket.reduction = comm.start_reduce_scatter_into(bucket.grad_shard, bucket.grad, bucket.shard, self.wire_dtype)
         else:
-            bucket.reduction = comm.start_all_reduce(bucket.grad_shard, self.replica, wire_dtype=self.wire_dtype)
+            bucket.reduction = comm.start_all_reduce(bucket.grad_shard, bucket.replica, wire_dtype=self.wire_dtype)
         self._on_their_way.append(bucket)
 
     def _sum_right(self, bucket: FlatBucket) -> None:
@@ -194,9 +204,9 @@ class GradientEngine:
             self._complete(self._on_their_way[0])
         if self._compressing:
             self._decompress()
-        elif self.shard.size > 1:
-            self._sum_owned(self.replica, self.wire_dtype)
-        self._sum_owned(self.mirror_axis, None)
+        elif self.stage > 0:
+            self._sum_owned([(bucket, bucket.replica) for bucket in self.buckets], self.wire_dtype)
+        self._sum_owned([(bucket, self.mirror_axis) for bucket in self.buckets], None)
         self._sum_partial_copies()
         if len(self.tied) == 2:  # both copies on this rank: a pipeline folded into a V, or run both ways
             first, last = (self._owner[param].grad_shard for param in self.tied)
@@ -212,9 +222,9 @@ class GradientEngine:
         for bucket in self.buckets:
             bucket.low_rank.settle(bucket.grad, taken, self._scale)
 
-    def _sum_owned(self, axis: Axis, wire_dtype: torch.dtype | None) -> None:
-        """All-reduce the owned parts, one bucket waited for while the next are on their way."""
-        for handle in [comm.start_all_reduce(b.grad_shard, axis, wire_dtype=wire_dtype) for b in self.buckets]:
+    def _sum_owned(self, over: list[tuple[FlatBucket, Axis]], wire_dtype: torch.dtype | None) -> None:
+        """All-reduce owned parts, one bucket waited for while the next are on their way."""
+        for handle in [comm.start_all_reduce(bucket.grad_shard, axis, wire_dtype=wire_dtype) for bucket, axis in over]:
             handle.wait()
 
     def _sum_partial_copies(self) -> None:
@@ -222,12 +232,14 @@ class GradientEngine:
 
         A block held by c ranks has tp/c different contents (shared KV heads); each has a slot of the message, filled by
         the ranks that hold it and zero elsewhere. Norms and biases have c = tp: one slot. The ranks of a tp group own the
-        same ranges of equal buffers, so their parts of a block fit.
+        same ranges of equal buffers, so their parts of a block fit. Experts that all of them hold whole are summed in place.
         """
         tp = self.tp_axis
         if tp.size == 1:
             return
-        views = [(box, bucket.grad_shard[slice(*part)]) for bucket in self.buckets for slot, param in bucket.slots()
+        self._sum_owned([(b, tp) for b in self.buckets if b.expert and b.params[0].shard.boxes[0].partial], None)
+        views = [(box, bucket.grad_shard[slice(*part)]) for bucket in self.buckets if not bucket.expert
+                 for slot, param in bucket.slots()
                  for box in param.shard.boxes if box.partial
                  if (part := bucket.owned_part(*box_span(slot.start, param, box)))]  # fmt: skip
         if not views:
@@ -258,15 +270,15 @@ class GradientEngine:
     def gather_parameters(self) -> None:
         """All full parameters at once, for who reads them outside a forward."""
         for bucket in reversed(self.buckets):
-            start_gather(bucket, self.shard)
+            start_gather(bucket)
             finish_gather(bucket)
 
     @contextmanager
     def gathered(self, param: nn.Parameter) -> Iterator[None]:
-        """The full parameters of `param`'s bucket, for who reads them outside a forward. Collective over `shard`."""
+        """The full parameters of `param`'s bucket, for who reads them outside a forward. Collective over its `shard`."""
         bucket = self._owner[param]
         absent = not is_there(bucket.param)
-        start_gather(bucket, self.shard)
+        start_gather(bucket)
         finish_gather(bucket)
         yield
         if absent:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from megatron_lite.comm import collectives as comm
+from megatron_lite.comm.mesh import Axis
 from megatron_lite.optim.buckets import Bucket, runs
 from megatron_lite.optim.compress import LowRank
 from megatron_lite.parallel.shard import Box
@@ -52,8 +53,14 @@ class FlatBucket:
     summed: bool = False  # grad_shard holds a reduced sum of this step
     reduction: comm.Handle | None = field(default=None, repr=False)
     gathering: comm.Handle | None = field(default=None, repr=False)
+    shard: Axis = field(default_factory=lambda: Axis("zero_shard"))  # ranks that share it, of which each owns a part
+    replica: Axis = field(default_factory=lambda: Axis("zero_replica"))  # ranks that own the same part
     current: bool = True  # `param` is there and holds the newest values
     low_rank: LowRank | None = field(default=None, repr=False)  # with gradient compression
+
+    @property
+    def expert(self) -> bool:
+        return self.params[0].shard.expert
 
     def slots(self):
         """(slot, parameter) pairs in the order in which they lie."""
@@ -77,12 +84,12 @@ def box_span(start: int, param: nn.Parameter, box: Box) -> tuple[int, int]:
     return start + box.local[0] * row, start + (box.local[0] + box.length[0]) * row
 
 
-def make_bucket(layout: Bucket, params: list[nn.Parameter], rank: int, ranks: int, stage: int, transient: Transient,
+def make_bucket(layout: Bucket, params: list[nn.Parameter], shard: Axis, replica: Axis, stage: int, transient: Transient,
                 fill: Callable[[nn.Parameter], None] | None) -> FlatBucket:  # fmt: skip
     """Memory for `params`, which become views of it. `fill` gives them their values; None keeps those that they have."""
     first = params[0]
     exact = torch.float64 if first.dtype == torch.float64 else torch.float32
-    owned = layout.owned(rank, ranks)
+    owned = layout.owned(shard.rank, shard.size)
     param = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
     grad = torch.empty(layout.size, dtype=exact, device=first.device)
     for slot, p in zip(layout.slots, params, strict=True):
@@ -94,7 +101,7 @@ def make_bucket(layout: Bucket, params: list[nn.Parameter], rank: int, ranks: in
         if fill is not None:
             fill(p)
     mine = slice(*owned)
-    bucket = FlatBucket(layout, params, owned, param, grad, param[mine], grad[mine], transient)
+    bucket = FlatBucket(layout, params, owned, param, grad, param[mine], grad[mine], transient, shard=shard, replica=replica)
     if stage >= 2:
         bucket.grad_shard = torch.empty(owned[1] - owned[0], dtype=exact, device=first.device)
         transient.add(grad.nbytes)

@@ -7,7 +7,7 @@ After a step each rank has written its own part of every bucket; the rest comes 
                   between the two. With pipeline stages they stay from first use to the end of the step: several
                   microbatches are under way at once, and each would gather every unit twice
 
-Gathers are started `ahead` units before their use, in order of use, so all ranks of the shard axis start the same ones.
+Gathers are started `ahead` units before their use, in order of use, so all ranks of a shard axis start the same ones.
 On CUDA they run on NCCL's own stream: it waits for what was queued before the start, the unit's use for its end, and the
 host for neither.
 """
@@ -18,19 +18,18 @@ import torch
 
 from megatron_lite.backward import in_backward
 from megatron_lite.comm import collectives as comm
-from megatron_lite.comm.mesh import Axis
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.flat import FlatBucket, bring, free
 
 
 class UnitParameters:
-    """The parameters of one chunk's units (`models.transformer.Weights`), when they are sharded over `axis`.
+    """The parameters of one chunk's units (`models.transformer.Weights`), where they are sharded.
 
     The layers of a recomputed span are gathered around the whole of it, so that its replay finds them there."""
 
-    def __init__(self, chunk: TransformerStage, buckets: dict[str, FlatBucket], axis: Axis, ahead: int, frees: bool):
+    def __init__(self, chunk: TransformerStage, buckets: dict[str, FlatBucket], ahead: int, frees: bool):
         """`buckets` by unit. `ahead`: units to gather before they are needed. `frees`: after each use, as stage 3 does."""
-        self.axis, self.ahead, self.frees = axis, ahead, frees
+        self.ahead, self.frees = ahead, frees
         self.order = [buckets[unit] for unit in chunk.order()]
         self.place = {unit: i for i, unit in enumerate(chunk.order())}
         self.first = sum(unit.startswith("embed") for unit in chunk.order())  # their backward reads no parameter
@@ -51,16 +50,16 @@ class UnitParameters:
     def _bring(self, places: range) -> None:
         """Start the gathers of these uses, and wait for the first's."""
         for place in places:
-            start_gather(self.order[place], self.axis)
+            start_gather(self.order[place])
         finish_gather(self.order[places[0]])
 
 
-def start_gather(bucket: FlatBucket, axis: Axis) -> None:
+def start_gather(bucket: FlatBucket) -> None:
     """All-gather the bucket's parameters, unless they are there or on their way."""
     if bucket.current or bucket.gathering is not None:
         return
     bring(bucket.param, bucket.transient)
-    bucket.gathering = comm.start_all_gather_into(bucket.param, bucket.param_shard, axis)
+    bucket.gathering = comm.start_all_gather_into(bucket.param, bucket.param_shard, bucket.shard)
 
 
 def finish_gather(bucket: FlatBucket) -> None:

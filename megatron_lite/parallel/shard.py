@@ -73,6 +73,7 @@ class Shard:
     decay   takes part in weight decay (matrices do; norms and biases do not)
     tied    a second copy of a parameter that another place owns: the output layer's copy of the embedding, and all of a
             stage's parameters on the second of two ranks that hold it (DualPipe)
+    expert  of experts that are shared out over ep: reduced over the ranks that hold the same ones, not over dp x cp
     """
 
     name: str
@@ -80,6 +81,7 @@ class Shard:
     init: Init
     decay: bool
     tied: bool = False
+    expert: bool = False
 
 
 def split(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch
 from megatron_lite.comm.mesh import Mesh
 from megatron_lite.config import Config
 from megatron_lite.models.transformer import TransformerStage
+from megatron_lite.parallel.expert import ExpertParallel
 from megatron_lite.parallel.fp8 import Fp8Recipe
 from megatron_lite.parallel.tensor import TensorParallel
 from megatron_lite.planner.pipeline import Chunk, Pipeline
@@ -26,7 +27,8 @@ def build_chunk(config: Config, mesh: Mesh, chunk: Chunk) -> TransformerStage:
                         Fp8Recipe.of(config.precision))  # fmt: skip
     vocab = config.data.vocab_size, config.padded_vocab_size
     plain = {0, config.model.num_layers - 1} if config.precision.first_last_layers_bf16 else set()
-    stage = TransformerStage(config.model, *vocab, chunk.layers, chunk.first, chunk.last, tp, config.activations, plain)
+    experts = ExpertParallel(mesh.ep, mesh.cp, cut=parallel.etp > 1)
+    stage = TransformerStage(config.model, *vocab, chunk.layers, chunk.first, chunk.last, tp, config.activations, plain, experts)
     if chunk.copy:
         for param in stage.parameters():
             param.shard = replace(param.shard, tied=True)

@@ -13,8 +13,11 @@ from megatron_lite.config import Config
 # Settings of `ModelConfig` that make it another model: shapes, and what no shape shows. Fine-tuning may change RoPE, to reach
 # further; --seq-length, dropout and the padding of the vocabulary belong to a run.
 SHAPES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "disable_bias_linear",
-          "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights")  # fmt: skip
-FUNCTION = ("normalization", "norm_epsilon", "swiglu", "openai_gelu", "position_embedding_type")
+          "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights", "num_experts", "moe_layer_freq",
+          "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_enable_expert_bias")  # fmt: skip
+FUNCTION = ("normalization", "norm_epsilon", "swiglu", "openai_gelu", "position_embedding_type", "moe_router_topk",
+            "moe_router_score_function", "moe_router_pre_softmax", "moe_router_norm_topk", "moe_router_num_groups",
+            "moe_router_group_topk", "moe_router_topk_scaling_factor")  # fmt: skip
 ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling",
         "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position")  # fmt: skip
 GROUPS = ("group_query_attention", "num_query_groups")

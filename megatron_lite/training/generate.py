@@ -29,6 +29,7 @@ from megatron_lite.models.past import Past
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.parallel.shard import allocate
 from megatron_lite.parallel.tensor import TensorParallel
+from megatron_lite.training.loads import bias_requests
 
 
 class GenerateError(ReportedError):
@@ -74,14 +75,18 @@ def load_model(directory: str, iteration: int | None = None, mesh: Mesh | None =
         allocate(param)
         param.data.zero_()  # rows of vocabulary padding are in no checkpoint
         requests += box_requests("model", param.shard, param.data)
+    requests += bias_requests(router for _, router in model.routers())
     load_checkpoint(directory, requests, mesh, manifest.iteration)
     return Loaded(config, [model], manifest.iteration)
 
 
 def check_cut(model: ModelConfig, tp: int) -> None:
     """Refuse a tp that does not divide the model; names those that do."""
+    widths = [model.ffn_hidden_size]
+    if model.num_experts:
+        widths += [model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size or 0]
     fits = [n for n in range(1, model.num_attention_heads + 1)
-            if model.num_attention_heads % n == model.ffn_hidden_size % n == 0
+            if model.num_attention_heads % n == 0 and all(width % n == 0 for width in widths)
             and (model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0)]  # fmt: skip
     if tp not in fits:
         raise GenerateError(f"--tensor-model-parallel-size {tp}: {model.num_attention_heads} query heads, {model.num_kv_heads} "

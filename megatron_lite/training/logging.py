@@ -28,6 +28,7 @@ from megatron_lite.comm.mesh import Mesh
 from megatron_lite.config import Config
 from megatron_lite.errors import ReportedError
 from megatron_lite.planner.flops import flops_per_token
+from megatron_lite.training.loads import Load
 from megatron_lite.training.peak import matmul_peak_tflops
 from megatron_lite.training.setup import peak_memory
 from megatron_lite.training.step import StepReport
@@ -69,6 +70,7 @@ class Metrics:
     data_wait_percent: float  # of the ranks' time
     peak_memory_bytes: int  # of the rank with most
     eta_seconds: float
+    load: Load | None = None  # of experts, in the last step
     mfu_formula: str = MFU_FORMULA
 
 
@@ -151,6 +153,7 @@ class Interval:
             data_wait_percent=100.0 * data_wait,
             peak_memory_bytes=int(comm.all_reduce(memory, world, op="max")),
             eta_seconds=max(0, sizes.samples(train.train_iters) - sizes.samples(iteration)) / samples_per_second,
+            load=self.last.load,
         )
         self.reset()
         return metrics
@@ -181,6 +184,7 @@ def log_line(metrics: Metrics, now: datetime | None = None) -> str:
         f"peak memory (GB): {m.peak_memory_bytes / 1e9:.2f}",
         f"consumed tokens: {m.consumed_tokens}",
         f"ETA: {duration(m.eta_seconds)}",
+        *(m.load.fields() if m.load else ()),
     ]
     return " | ".join(field for field in fields if field) + " |"
 
@@ -219,7 +223,7 @@ def values_of(metrics: Metrics) -> dict[str, float]:
         "mem-max-allocated-bytes": m.peak_memory_bytes, "consumed-samples": m.consumed_samples,
         "consumed-tokens": m.consumed_tokens, "eta-seconds": m.eta_seconds,
     }  # fmt: skip
-    return {key: value for key, value in values.items() if value is not None}
+    return {key: value for key, value in values.items() if value is not None} | (m.load.values() if m.load else {})
 
 
 class Sink(Protocol):

@@ -15,7 +15,6 @@ from megatron_lite.config import Config
 from megatron_lite.data.loader import BatchLoader, Samples
 from megatron_lite.data.streaming import StreamedSamples
 from megatron_lite.errors import ReportedError, peer_gone
-from megatron_lite.optim.clip import square_sum
 from megatron_lite.training.asynchronous import steps_to_drain, train_window
 from megatron_lite.training.data import Splits, build_evaluation, build_loader
 from megatron_lite.training.evaluate import evaluate
@@ -168,8 +167,7 @@ class Run:
                 "the last checkpoint is untouched. A smaller --lr, or --clip-grad, may help")
 
     def _params_norm(self) -> float:
-        engine = self.trainer.engine
-        return float(square_sum(engine.buckets, "param", self.trainer.mesh.tp_pp, engine.shard).sqrt())
+        return float(self.trainer.square_sum("param").sqrt())
 
     def _evaluate_if_due(self) -> None:
         every = self.config.train.eval_interval

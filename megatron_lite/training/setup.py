@@ -16,6 +16,7 @@ from megatron_lite.grid import Grid
 from megatron_lite.models.compiled import compile_elementwise
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.clip import square_sum
 from megatron_lite.optim.compress import Compression
 from megatron_lite.optim.ddp import GradientEngine, Sharding
 from megatron_lite.optim.scaler import LossScale, LossScaler
@@ -26,6 +27,7 @@ from megatron_lite.pipeline.recorder import Recorder, clock_of
 from megatron_lite.pipeline.stage import build_chunks
 from megatron_lite.planner.automatic import PartCosts, plainest_pipeline
 from megatron_lite.schedules.actions import Action
+from megatron_lite.training.loads import Loads
 from megatron_lite.training.measure import measure_costs
 from megatron_lite.training.settle import Settled, settle_pipeline
 
@@ -44,9 +46,16 @@ class Trainer:
     settled: Settled  # the pipeline, and why it is this one
     scaler: LossScaler
     loss_scale: LossScale  # of the next step
+    loads: Loads | None = None  # of experts, where there are some
     recorder: Recorder | None = None  # with --trace-dir
     memory_before: int = 0  # bytes this process held before the model was built
     smaller: dict[int, list[Action]] = field(default_factory=dict)  # microbatches -> actions, while the batch grows
+
+    def square_sum(self, of: str) -> torch.Tensor:
+        """Sum of squares of all gradients ("grad") or parameters ("param") of the model, each once: fp64 scalar. Collective."""
+        mesh, engine = self.mesh, self.engine
+        experts = engine.sharding.experts and (mesh.tp_pp, engine.sharding.experts[0], mesh.ep)
+        return square_sum(engine.buckets, of, mesh.tp_pp, engine.shard, experts=experts or ())
 
     def actions_for(self, microbatches: int) -> list[Action]:
         """This rank's actions of a step of so many microbatches; each list is made once and kept."""
@@ -82,8 +91,11 @@ def sharding_of(config: Config, mesh: Mesh) -> Sharding:
     compression = None
     if parallel.grad_compression == "powersgd":
         compression = Compression(parallel.grad_compression_rank, parallel.grad_compression_start_iter, mesh.dp_cp, mesh.tp_pp)
+    experts = None
+    if mesh.ep.size > 1:
+        experts = (mesh.expert_dp, Axis("expert_replica")) if stage else (Axis("expert_shard"), mesh.expert_dp)
     return Sharding(stage, shard, replica, not parallel.no_overlap_grad_reduce, not parallel.no_overlap_param_gather,
-                    parallel.zero_prefetch_limit, parallel.pp > 1, mesh.mirror,
+                    parallel.zero_prefetch_limit, parallel.pp > 1, mesh.mirror, experts,
                     torch.bfloat16 if parallel.grad_reduce_dtype == "bf16" else None, compression)  # fmt: skip
 
 
@@ -111,7 +123,9 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
     recorder = Recorder(clock_of(mesh.device)) if config.logging.trace_dir else None
     executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device, recorder)
     actions, scaler = pipeline.actions(m)[mesh.pp.rank], LossScaler.of(config.precision)
-    return Trainer(config, mesh, chunks, engine, optimizer, executor, actions, settled, scaler, scaler.start(), recorder, before)
+    loads = Loads(chunks, mesh) if model.num_experts else None
+    return Trainer(config, mesh, chunks, engine, optimizer, executor, actions, settled, scaler, scaler.start(), loads, recorder,
+                   before)  # fmt: skip
 
 
 def check_device(config: Config, device: torch.device) -> None:

@@ -30,12 +30,14 @@ from megatron_lite.checkpoint.manifest import Manifest, read_manifest
 from megatron_lite.checkpoint.peers import Peers
 from megatron_lite.checkpoint.places import place_of
 from megatron_lite.checkpoint.save import save_checkpoint
-from megatron_lite.comm.mesh import Mesh
+from megatron_lite.comm.mesh import Axis, Mesh
 from megatron_lite.config import Config
+from megatron_lite.models.router import Router
 from megatron_lite.optim.scaler import stored
 from megatron_lite.parallel.shard import Shard
 from megatron_lite.tokenizers.fingerprint import fingerprint
 from megatron_lite.training.architecture import check_model
+from megatron_lite.training.loads import bias_requests
 from megatron_lite.training.setup import Trainer
 
 WEIGHTS = "weights"  # folder, and kind in `meta`, of the checkpoints that nothing can resume from
@@ -58,9 +60,9 @@ class Progress:
         return self.consumed_samples - self.skipped_samples
 
 
-def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.Size, int, torch.Tensor]]:
-    """(prefix, shard record, shape of the local parameter, start, flat elements of it from there) of all that training
-    changes on this rank: every parameter whole, or what ZeRO gives the rank of it."""
+def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[Axis, tuple[str, Shard, torch.Size, int, torch.Tensor]]]:
+    """(ranks that hold the same, (prefix, shard record, shape of the local parameter, start, flat elements of it from there)) of
+    all that the optimizer changes on this rank: every parameter whole, or what ZeRO gives the rank of it."""
     for state in trainer.optimizer.states:
         parts = {"model": state.master}
         if optim:
@@ -71,7 +73,11 @@ def tensors(trainer: Trainer, optim: bool) -> Iterator[tuple[str, Shard, torch.S
                 continue
             for prefix, flat in parts.items():
                 start = mine[0] + state.bucket.owned[0] - slot.start
-                yield prefix, param.shard, param.shape, start, flat[slice(*mine)]
+                yield state.bucket.replica, (prefix, param.shard, param.shape, start, flat[slice(*mine)])
+
+
+def routers(trainer: Trainer) -> list[Router]:
+    return [router for _, router in trainer.loads.routers] if trainer.loads else []
 
 
 def compression(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -85,10 +91,12 @@ def compression(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
 def pieces_of(trainer: Trainer, optim: bool, dtype: torch.dtype | None = None) -> Iterator[Piece]:
     """What this rank writes. `dtype`: of the pieces (default: as they are held)."""
     # Replicas hold the same bits: the n-th tensor is written by replica n modulo their number.
-    replica = trainer.engine.replica
-    for n, (prefix, shard, shape, start, flat) in enumerate(tensors(trainer, optim)):
+    for n, (replica, (prefix, shard, shape, start, flat)) in enumerate(tensors(trainer, optim)):
         if n % replica.size == replica.rank:
             yield from flat_pieces(prefix, shard, shape, start, flat if dtype is None else flat.to(dtype))
+    if trainer.mesh.tp.rank == trainer.mesh.dp_cp.rank == 0:  # a bias is the same on all ranks of a stage
+        for request in bias_requests(router for router in routers(trainer) if not router.weight.shard.tied):
+            yield Piece(request.key, request.full_shape, request.offset, request.length, request.tensor)
     for key, flat in compression(trainer) if optim else ():
         yield Piece(key, tuple(flat.shape), (0,), tuple(flat.shape), flat)
 
@@ -185,7 +193,8 @@ def restore(trainer: Trainer, home: Home | None = None) -> tuple[Progress, str]:
 
 
 def requests_of(trainer: Trainer, optim: bool) -> list[Request]:
-    return [request for held in tensors(trainer, optim) for request in flat_requests(*held)]
+    found = [request for _, held in tensors(trainer, optim) for request in flat_requests(*held)]
+    return found + bias_requests(routers(trainer))
 
 
 def compression_requests(trainer: Trainer) -> list[Request]:

@@ -11,11 +11,12 @@ from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Mesh
 from megatron_lite.data.loader import Batch
 from megatron_lite.models.packing import packing_of
-from megatron_lite.optim.clip import clip_coefficient, square_sum
+from megatron_lite.optim.clip import clip_coefficient
 from megatron_lite.optim.lr import learning_rate
 from megatron_lite.pipeline.executor import Microbatch, Result
 from megatron_lite.pipeline.recorder import phase
 from megatron_lite.rng import DropoutKey
+from megatron_lite.training.loads import Load
 from megatron_lite.training.nonfinite import first_fault
 from megatron_lite.training.setup import Trainer
 
@@ -25,7 +26,7 @@ class StepReport:
     """The same on every rank. `loss` is the mean over the global batch's unmasked tokens, `grad_norm` of its gradient
     before clipping; `stepped` is False when a non-finite norm or loss made all ranks skip the update. `loss_scale` is that
     of this step; `fault` says where the first value that is not finite arose, and is None where the step was taken or
-    where the loss scale, too high, is the cause."""
+    where the loss scale, too high, is the cause. `load`: of experts."""
 
     loss: float
     tokens: int
@@ -35,6 +36,7 @@ class StepReport:
     result: Result
     loss_scale: float = 1.0
     fault: str | None = None
+    load: Load | None = None
 
 
 def train_step(trainer: Trainer, batches: Sequence[Batch], iteration: int, scheduled_samples: int) -> StepReport:
@@ -46,15 +48,17 @@ def train_step(trainer: Trainer, batches: Sequence[Batch], iteration: int, sched
 
     each = len(trainer.executor.placement.microbatches(0, len(batches)))  # as many on every other chunk
     engine.begin_step(each, iteration, scale)
+    if trainer.loads:
+        trainer.loads.begin(scale)
     microbatches = with_keys(batches, mesh, config.train.seed, iteration)
     result = trainer.executor.run(trainer.actions_for(len(batches)), microbatches, scale)
     with phase(recorder, "reduce"):
         engine.finish()  # sums over dp x cp, mirror ranks, over tp where partial, over the two copies of a tied embedding
     with phase(recorder, "norm"):
         loss, tokens = total(result, mesh)
-        norm = square_sum(engine.buckets, "grad", mesh.tp_pp, engine.shard).sqrt() / (tokens * scale)
+        norm = trainer.square_sum("grad").sqrt() / (tokens * scale)
         stepped = bool(torch.isfinite(norm) & torch.isfinite(loss))  # every rank sees the same sums, so all decide alike
-    fault = None
+    fault, load = None, trainer.loads and trainer.loads.end(tokens, move=stepped)
     if stepped:
         with phase(recorder, "optimizer"):
             trainer.optimizer.step(lr, clip_coefficient(norm, config.optimizer.clip_grad) / (tokens * scale))
@@ -62,7 +66,7 @@ def train_step(trainer: Trainer, batches: Sequence[Batch], iteration: int, sched
     elif not (torch.isfinite(loss) and trainer.scaler.can_fall(trainer.loss_scale)):
         fault = first_fault(trainer, microbatches)
     trainer.loss_scale = trainer.scaler.after(trainer.loss_scale, found_inf=not stepped)
-    return StepReport(float(loss / tokens), int(tokens), float(norm), lr, stepped, result, scale, fault)
+    return StepReport(float(loss / tokens), int(tokens), float(norm), lr, stepped, result, scale, fault, load)
 
 
 def total(result: Result, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,8 @@ from megatron_lite.checkpoint.load import load_checkpoint
 from megatron_lite.checkpoint.manifest import read_manifest
 from megatron_lite.comm.collectives import gather_objects
 from megatron_lite.comm.mesh import build_mesh
-from megatron_lite.convert import mixtral
+from megatron_lite.convert import deepseek_moe, mixtral
+from megatron_lite.convert.links import our_tensors
 from megatron_lite.grid import Grid
 from megatron_lite.models.transformer import TransformerStage
 from megatron_lite.parallel.shard import allocate
@@ -203,7 +204,6 @@ FAULTS = {
     "missing tensor model.layers.4.input_layernorm.weight": dict(num_hidden_layers=5),
     "extra tensor model.layers.3": dict(num_hidden_layers=3),
     "unknown architecture OPTForCausalLM; known: GPT2LMHeadModel, LlamaForCausalLM": dict(architectures=["OPTForCausalLM"]),
-    "layers of experts are not built here": dict(architectures=["MixtralForCausalLM"]),
     "RoPE scaling 'yarn' is not built here; known: default, linear, llama3":
         dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}),
     "hidden_act 'gelu': only 'silu' can be represented": dict(hidden_act="gelu"),
@@ -277,6 +277,30 @@ def test_names_of_mixtral():
              "layers.0.mlp.router.weight": "model.layers.0.block_sparse_moe.gate.weight",
              "lm_head.weight": "lm_head.weight", "norm.weight": "model.norm.weight"}  # fmt: skip
     assert {name: mixtral.their_name(name) for name in names} == names
+
+
+def test_deepseek_moe_comes_and_goes(tmp_path, capfd):
+    """Files of the published form, of which transformers has no class: every byte comes back, and our logits are those of
+    tests/parity/test_transformers.py, which fills the same names."""
+    sizes = hf_models.SIZES | dict(num_key_value_heads=4)
+    config = sizes | dict(
+        architectures=["DeepseekForCausalLM"], model_type="deepseek", hidden_act="silu", rope_theta=10000, n_routed_experts=4,
+        num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=2, first_k_dense_replace=1, moe_layer_freq=1,
+        norm_topk_prob=False, scoring_func="softmax", seq_aux=True, aux_loss_alpha=0.001, torch_dtype="float32")  # fmt: skip
+    model, vocab = deepseek_moe.settings(config)
+    assert deepseek_moe.to_json(model, vocab).items() >= {k: v for k, v in config.items() if "moe" in k or "expert" in k}.items()
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    names = {link.theirs: link.box.full_shape for link in deepseek_moe.links(our_tensors(model, vocab), {})}
+    assert {"model.layers.1.mlp.gate.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.3.mlp.experts.3.up_proj.weight",
+            "model.layers.2.mlp.shared_experts.down_proj.weight"} <= set(names)  # fmt: skip
+    weights = {name: 0.1 * torch.randn(shape) for name, shape in names.items()}
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert convert("hf-to-native", folder, tmp_path / "native") == 0
+    assert "check skipped: transformers has no model of type deepseek" in capfd.readouterr().err
+    assert convert("native-to-hf", tmp_path / "native", tmp_path / "back") == 0
+    assert text_of(tmp_path / "back") == text_of(folder)
 
 
 def test_like_takes_settings_and_tokenizer_from_a_folder(tmp_path, capfd):

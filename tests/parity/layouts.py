@@ -40,7 +40,8 @@ def cases(fast, every):
 
 def config_for(model, *, micro_batch=1, precision="fp64", optimizer="adam", train=None, **parallel):
     """A complete configuration; `parallel` are ParallelConfig fields with tp and pp for short."""
-    short = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "sp": "sequence_parallel"}
+    short = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "sp": "sequence_parallel",
+             "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}  # fmt: skip
     parallel = {short.get(name, name): value for name, value in parallel.items()}
     return Config(
         model=model,
@@ -75,18 +76,19 @@ def local_batches(config, mesh, step):
 
 def full(trainer, attribute):
     """[(parameter, tensor)] of all gradients ("grad") or parameters, gathered where ZeRO shards them: collective."""
-    engine, found = trainer.engine, []
-    for bucket in engine.buckets:
-        flat = comm.all_gather(bucket.grad_shard if attribute == "grad" else bucket.param_shard, engine.shard)
+    found = []
+    for bucket in trainer.engine.buckets:
+        flat = comm.all_gather(bucket.grad_shard if attribute == "grad" else bucket.param_shard, bucket.shard)
         found += [(p, flat[slot.start : slot.start + slot.numel].view(p.shape)) for slot, p in bucket.slots()]
     return found
 
 
 def pieces(trainer, attribute):
-    """[(name, full shape, offset, length, tensor)] of what this rank owns of "grad" or "param"."""
-    found = []
+    """[(name, full shape, offset, length, tensor)] of what this rank owns of "grad" or "param"; of replicas the first does."""
+    found, mesh = [], trainer.mesh
     for param, tensor in full(trainer, attribute):
-        if not param.shard.tied:
+        replicas = mesh.expert_dp if param.shard.expert else mesh.dp_cp
+        if not param.shard.tied and replicas.rank == 0:
             for box in param.shard.boxes:
                 if box.owned:
                     found.append((box.name, box.full_shape, box.offset, box.length, box.of_local(tensor).detach().clone()))
@@ -118,8 +120,6 @@ def run_steps(trainer, steps, batches=local_batches):
         peaks.append(report.result.peak_live)
         held.append(report.result.peak_held)
     params = pieces(trainer, "param")
-    if trainer.mesh.dp.rank:  # the other replicas hold the same
-        grads = params = []
     return {"losses": losses, "norms": norms, "grads": grads, "params": params, "shared": copies_agree(trainer), "peak": peaks,
             "held": held}  # fmt: skip
 

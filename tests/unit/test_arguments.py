@@ -31,6 +31,7 @@ FIM = f"{BYTES} --fim-rate 0.5 --fim-prefix-id 1 --fim-middle-id 2 --fim-suffix-
 FIELDS = [field.name for group in GROUPS.values() for field in fields(group)]
 
 # (flags, world size, texts of which each must be in one line of the answer). One mistake each: one problem each.
+MOE = "--disable-bias-linear --num-experts 6"
 BAD = [
     # read
     ("--num-layer 4", 1, ["--num-layer 4", "abbreviations are not accepted", "--num-layers"]),
@@ -66,6 +67,31 @@ BAD = [
     (f"{STALE} pipemare --pipemare-correction-decay 1", 2, ["--pipemare-correction-decay 1.0: must lie in [0, 1)"]),
     (f"{PP2} --pipeline-drain-interval 5", 2, ["--pipeline-drain-interval 5: has no effect", "pipedream-2bw"]),
     ("--pipeline-schedule pipedream", 1, ["--pipeline-schedule pipedream: has no effect"]),
+    # experts
+    ("--moe-router-topk 3", 1, ["--moe-router-topk 3: has no effect: needs --num-experts"]),
+    ("--num-experts 6", 1, ["--num-experts 6: experts have no biases; add --disable-bias-linear"]),
+    (f"{MOE} --num-experts 0", 1, ["--num-experts 0: must be at least 1"]),
+    (f"{MOE} --moe-router-topk 7", 1, ["--moe-router-topk 7 --num-experts 6", "--moe-router-topk 6"]),
+    (f"{MOE} --moe-router-topk 1", 1, ["would learn nothing", "--moe-router-pre-softmax"]),
+    (f"{MOE} --expert-model-parallel-size 4", 4, ["cannot be shared out evenly over 4", "size 3 or 6, --num-experts 4 or 8"]),
+    (f"{MOE} --expert-model-parallel-size 3", 4, ["the 4 of dp x cp, which it must divide", "--expert-model-parallel-size 2"]),
+    (f"{MOE} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1", 1, ["micro-batch", "seq_aux_loss"]),
+    (f"{MOE} --moe-router-load-balancing-type seq_aux_loss", 1, ["has no effect: needs --moe-aux-loss-coeff above 0"]),
+    (f"{MOE} --moe-layer-freq [1]*5", 1, ["--moe-layer-freq [1]*5 --num-layers", "speaks of 5 layers"]),
+    (f"{MOE} --moe-layer-freq x", 1, ["'x' is neither a number nor a list"]),
+    (f"{MOE} --moe-router-num-groups 3", 1, ["give both, or neither"]),
+    (f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 1", 1, ["4 equal groups", "--moe-router-num-groups 3 or 6"]),
+    (f"{MOE} --moe-router-num-groups 3 --moe-router-group-topk 4", 1, ["--moe-router-group-topk 3"]),
+    (f"{MOE} --moe-router-num-groups 3 --moe-router-group-topk 1 --moe-router-topk 3", 1,
+     ["--moe-router-topk 2, --moe-router-group-topk 2"]),
+    (f"{MOE} --moe-expert-capacity-factor 3", 1, ["so none is ever dropped"]),
+    (f"{MOE} --moe-expert-capacity-factor 0", 1, ["--moe-expert-capacity-factor 0.0: must be above 0"]),
+    (f"{MOE} --moe-router-norm-topk", 1, ["adds up to 1"]),
+    (f"{MOE} --moe-router-bias-update-rate 0.1", 1, ["needs --moe-router-enable-expert-bias"]),
+    (f"{MOE} --expert-tensor-parallel-size 3 --tensor-model-parallel-size 2", 2, ["--expert-tensor-parallel-size 1 or 2"]),
+    (f"{MOE} --moe-ffn-hidden-size 25 --tensor-model-parallel-size 2", 2, ["--moe-ffn-hidden-size 24 or 26"]),
+    (f"{MOE} --grad-compression powersgd", 2, ["gradients of experts are not compressed"]),
+    (f"{MOE} {STALE} pipedream", 2, ["--num-experts 6 --pipeline-schedule pipedream"]),
     # out of range
     ("--num-layers 0", 1, ["--num-layers 0: must be at least 1; nearest value that works: 1"]),
     ("--tensor-model-parallel-size 0", 1, ["--tensor-model-parallel-size 0: must be at least 1"]),

@@ -73,10 +73,24 @@ def check_ops(rank, size, dtype, length):
             "all_to_all": comm.all_to_all(whole[rank], axis),
             "broadcast": comm.broadcast(given[rank].clone(), axis, src=size - 1),
         }
+        check_rows(axis, whole)
         for name, value in expected.items():
             assert torch.equal(got[name], value), (axis.name, name, dtype, length)
         assert torch.equal(given[rank], inputs(size, (length, 3), dtype)[rank])
         check_into(axis, given, whole, total, mine)
+
+
+def check_rows(axis, whole):
+    """Parts of every size, none among them, one way and back."""
+    size, length = axis.size, whole[0].shape[0]
+    for rows in ([[(p + 2 * q) % 4 * length // (4 * size) for q in range(size)] for p in range(size)],
+                 [[length if q == size - 1 else 0 for q in range(size)] for _ in range(size)],
+                 [[0] * size] * size):  # fmt: skip
+        parts = [whole[p][: sum(row)].split(row) for p, row in enumerate(rows)]
+        got = comm.start_exchange_rows(torch.cat(parts[axis.rank]), axis, rows).wait()
+        assert torch.equal(got, torch.cat([parts[p][axis.rank] for p in range(size)]))
+        back = comm.start_exchange_rows(got, axis, [list(column) for column in zip(*rows, strict=True)]).wait()
+        assert torch.equal(back, torch.cat(parts[axis.rank]))
 
 
 def check_into(axis, given, whole, total, mine):

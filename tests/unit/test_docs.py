@@ -1,5 +1,6 @@
 """What the pages say is so: the README's tree and outputs, the table of models, flags and files that they name."""
 
+import math
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.arguments import build_parser, parse
+from megatron_lite.convert.links import our_tensors
 from megatron_lite.models.zoo import PRESETS
 from megatron_lite.planner.params import count_parameters
 from megatron_lite.schedules import SCHEDULES
@@ -59,7 +61,9 @@ def test_the_table_of_models_is_the_zoo():
         config, _ = parse(["--model", name, "--micro-batch-size", "1", "--dry-run"], 1)
         m = config.model
         sizes = (m.num_layers, m.hidden_size, m.num_attention_heads, m.num_kv_heads, m.ffn_hidden_size, config.data.vocab_size)
-        expected.append([name, f"{count_parameters(config):,}", *map(str, sizes), str(m.max_position_embeddings)])
+        built = our_tensors(m, config.data.vocab_size).values()
+        number = sum(map(math.prod, built)) if m.num_experts else count_parameters(config)
+        expected.append([name, f"{number:,}", *map(str, sizes), str(m.max_position_embeddings)])
     assert rows == expected
 
 

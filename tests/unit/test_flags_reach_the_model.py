@@ -56,6 +56,8 @@ TEXT = f"{REAL} --tokenizer-type ByteTokenizer --vocab-size 257"
 STREAM = "--fp64 --train-iters 3 --tokenizer-type ByteTokenizer --vocab-size 257 --dataset-name {tmp}/texts"
 GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file {tmp}/vocab.json --merge-file {tmp}/merges.txt --vocab-size 300"
 RANKS = "--tokenizer-type TikTokenizer --tokenizer-model {tmp}/ranks.json"
+EXPERTS = "--disable-bias-linear --num-experts 4"
+GROUPED = f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 1"
 FIM = f"only {BYTES} --fim-rate 0.5 --fim-prefix-id 1 --fim-middle-id 2 --fim-suffix-id 3"
 
 # field -> (added to the base, added to the changed run, observable that must differ)
@@ -94,7 +96,27 @@ ROWS = {
     "attention_dropout": ("", "--attention-dropout 0.1", "loss"),
     "init_method_std": ("", "--init-method-std 0.1", "loss"),
     "label_smoothing": ("", "--label-smoothing 0.1", "loss"),
+    "num_experts": ("--disable-bias-linear", "--num-experts 4", "loss"),
+    "moe_layer_freq": (EXPERTS, "--moe-layer-freq 2", "loss"),
+    "moe_ffn_hidden_size": (EXPERTS, "--moe-ffn-hidden-size 16", "loss"),
+    "moe_shared_expert_intermediate_size": (EXPERTS, "--moe-shared-expert-intermediate-size 16", "loss"),
+    "moe_router_topk": (EXPERTS, "--moe-router-topk 3", "loss"),
+    "moe_router_score_function": (EXPERTS, "--moe-router-score-function sigmoid", "loss"),
+    "moe_router_pre_softmax": (EXPERTS, "--moe-router-pre-softmax", "loss"),
+    "moe_router_norm_topk": (f"{EXPERTS} --moe-router-score-function sigmoid", "--moe-router-norm-topk", "loss"),
+    "moe_router_num_groups": (GROUPED, "--moe-router-num-groups 4 --moe-router-group-topk 2", "loss"),
+    "moe_router_group_topk": (GROUPED, "--moe-router-group-topk 2", "loss"),
+    "moe_router_topk_scaling_factor": (EXPERTS, "--moe-router-topk-scaling-factor 2.5", "loss"),
+    "moe_router_load_balancing_type": (f"{EXPERTS} --moe-aux-loss-coeff 0.1", "--moe-router-load-balancing-type none", "norm"),
+    "moe_aux_loss_coeff": (EXPERTS, "--moe-aux-loss-coeff 0.1", "norm"),
+    "moe_z_loss_coeff": (EXPERTS, "--moe-z-loss-coeff 0.1", "norm"),
+    "moe_router_enable_expert_bias": (EXPERTS, "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1", "loss"),
+    "moe_router_bias_update_rate": (f"{EXPERTS} --moe-router-enable-expert-bias", "--moe-router-bias-update-rate 0.5", "loss"),
+    "moe_expert_capacity_factor": (EXPERTS, "--moe-expert-capacity-factor 0.5", "loss"),
     # parallelism: what the ranks build
+    "expert_model_parallel_size": (f"ranks 2 {EXPERTS}", "--expert-model-parallel-size 2", "built"),
+    "expert_tensor_parallel_size": (f"ranks 2 {EXPERTS} --tensor-model-parallel-size 2", "--expert-tensor-parallel-size 1",
+                                    "built"),
     "tensor_model_parallel_size": ("ranks 2", "--tensor-model-parallel-size 2", "built"),
     "sequence_parallel": ("ranks 2 --tensor-model-parallel-size 2", "--sequence-parallel", "built"),
     "pipeline_model_parallel_size": ("ranks 2", "--pipeline-model-parallel-size 2", "built"),
@@ -268,12 +290,13 @@ def built(rank, argv, world):
         "cut activations": trainer.chunks[0].tp.sequence_parallel,
         "sharding": (sharding.stage, sharding.shard.ranks, sharding.overlap, sharding.overlap_gather, sharding.limit),
         "wire": (trainer.engine.wire_dtype, sharding.compression and (sharding.compression.rank, sharding.compression.start)),
-        "8 bits": [layer.mlp.up_proj.fp8 and layer.mlp.up_proj.fp8.recipe for c in trainer.chunks for layer in c.layers],
+        "8 bits": [m.self_attn.o_proj.fp8 and m.self_attn.o_proj.fp8.recipe for c in trainer.chunks for m in c.layers],
         "actions": [str(action) for action in trainer.actions],
         "activation": trainer.executor.shape,
         "asynchronous": asynchronous_settings(trainer),
         "recomputed": [chunk.spans for chunk in trainer.chunks],
-        "in a layer": [(m.self_attn.recompute_core, m.remake_norms, m.mlp.remake) for c in trainer.chunks for m in c.layers],
+        "in a layer": [(m.self_attn.recompute_core, m.remake_norms, m.has_experts or m.mlp.remake)
+                       for c in trainer.chunks for m in c.layers],
     }
 
 
