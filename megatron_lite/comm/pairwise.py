@@ -141,6 +141,11 @@ class Pairwise:
         places[self.rank].copy_(parts[self.rank])
         return self._exchange(lambda p: parts[p], lambda p: places[p], out)
 
+    def shift(self, out: torch.Tensor, x: torch.Tensor, following: int, before: int) -> Pending:
+        """x to rank `following`, out from rank `before`."""
+        flat, place = x.view(-1), out.view(-1)
+        return self._exchange(lambda p: flat if p == following else None, lambda p: place if p == before else None, out)
+
     def broadcast(self, x: torch.Tensor, src: int) -> Pending:
         flat = x.view(-1)
         if self.rank == src:

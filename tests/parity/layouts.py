@@ -118,7 +118,7 @@ def run_steps(trainer, steps, batches=local_batches):
         peaks.append(report.result.peak_live)
         held.append(report.result.peak_held)
     params = pieces(trainer, "param")
-    if trainer.mesh.dp.rank:  # the other replicas hold the same
+    if trainer.mesh.dp_cp.rank:  # the other replicas hold the same
         grads = params = []
     return {"losses": losses, "norms": norms, "grads": grads, "params": params, "shared": copies_agree(trainer), "peak": peaks,
             "held": held}  # fmt: skip
