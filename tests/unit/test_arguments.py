@@ -182,7 +182,7 @@ BAD = [
     ("--position-embedding-type rope --kv-channels 7", 1, ["RoPE turns pairs", "--kv-channels 6 or 8"]),
     ("--position-embedding-type rope --use-rope-scaling --rope-low-freq-factor 4", 1, ["must be below the high one"]),
     ("--pipeline-model-parallel-size 3", 4, ["not a multiple of tp x pp = 3", "world size 3 or 6"]),
-    (f"{CP} 3 --seq-length 48", 4, ["world size 4", "not a multiple of tp x cp x pp = 3", "world size 3 or 6", "--context-parallel-size 2 or 4"]),
+    (f"{CP} 3 --seq-length 48", 4, ["not a multiple of tp x cp x pp = 3", "world size 3 or 6", "parallel-size 2 or 4"]),
     (f"{CP} 4 --seq-length 36", 4, ["36 tokens are not a multiple of 2 x cp 4 = 8", "--seq-length 32 or 40", "size 3 or 6"]),
     (f"{CP} 4 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 24", 16,
      ["24 tokens are not a multiple of cp 4 x tp 4 (--sequence-parallel) = 16", "--seq-length 16 or 32", "size 3 or 6"]),
