@@ -6,13 +6,13 @@
                 output goes back (Ulysses)
     a2a+p2p     a2a among u neighbours, then the ring around c/u
 
-    ring of 3, keys at step   0  1  2        gradients of keys, added up as they go
-        rank 0                0  2  1        0's are begun by rank 0, go on to 1 and 2, and come home from 2:
-        rank 1                1  0  2        three hops, one more than the keys
-        rank 2                2  1  0
+    ring of 3, keys at step   0  1  2        gradients of 0's keys: begun by rank 1, added to by 2, and home, where 0 adds those
+        rank 0                0  2  1        of its own queries. These are worked on in two halves: the first chunk of queries
+        rank 1                1  0  2        while the first keys come, the second while the last sums do, so that no hop of a
+        rank 2                2  1  0        backward is without work beside it
 
 Elements that a rank sends per layer and forward, with a queries, k keys and values of size d: ring 2 b s k d (c-1)/c, Ulysses
-(b s/c)(2 a d + 2 k d)(c-1)/c. The ring's backward sends the keys again, and 2 b s k d of their gradients in fp32.
+(b s/c)(2 a d + 2 k d)(c-1)/c. The ring's backward sends the keys again, and as many elements of their gradients in fp32.
 
 Shapes: s the whole sequence, c ranks, m = s/c a rank's part, b rows, k key/value heads, g queries for each of them, d head size.
 """
@@ -87,25 +87,37 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        kernel, places, axis = ctx.kernel, ctx.places, ctx.axis
-        queries, held, whole = _whole(ctx, dout)
-        dtype, wide = queries.dtype, exact(queries.dtype)
-        dq, lent, sums = torch.zeros_like(queries, dtype=wide), None, None
+        kernel, places, axis, documents = ctx.kernel, ctx.places, ctx.axis, ctx.documents
+        queries, kv, whole = _whole(ctx, dout)
+        own, wide = places[axis.rank], exact(queries.dtype)
+        grads = Grads(torch.zeros_like(queries, dtype=wide), torch.zeros_like(kv, dtype=wide))
+
+        def own_keys(chunk: int) -> None:
+            """The part of this rank's keys, for its first or second chunk of queries."""
+            rows = [x.chunk(2, -2)[chunk] for x in (grads.dq, queries, whole.dout, whole.rest)]
+            theirs = Whole(rows[2], whole.lse.chunk(2, -1)[chunk], rows[3])
+            kernel.differentiate(Grads(rows[0], grads.dkv), theirs, rows[1], kv, Places((own.runs[chunk],)), own, documents)
+
+        held, lent, sums = kv, None, None
         for step in range(axis.size):
             coming = start_shift(held, axis) if step + 1 < axis.size else None
-            dkv = torch.zeros_like(held, dtype=wide)
-            kernel.differentiate(Grads(dq, dkv), whole, queries, held, places[axis.rank], places[axis.rank - step], ctx.documents)
-            if lent is not None:
+            if step == 0:
+                own_keys(0)  # while the first keys come
+            else:
+                dkv = torch.zeros_like(kv, dtype=wide)
+                kernel.differentiate(Grads(grads.dq, dkv), whole, queries, held, own, places[axis.rank - step], documents)
                 lent.let_go()
-            if sums is not None:  # those of this step's keys, from the rank that had them before
-                dkv += sums.wait()
-                sums.let_go()
-            sums = start_shift(dkv, axis)
+                if sums is not None:  # of the same keys, from the rank that had them before
+                    dkv += sums.wait()
+                    sums.let_go()
+                sums = start_shift(dkv, axis)
             if coming is not None:
                 held, lent = coming.wait(), coming
-        dk, dv = kernel.unfold_keys(sums.wait(), dtype, dout.shape[1])
+        own_keys(1)  # while the last sums come home
+        grads.dkv.add_(sums.wait())
         sums.let_go()
-        return kernel.unfold(dq, dtype, dout.shape), dk, dv, None, None
+        dk, dv = kernel.unfold_keys(grads.dkv, queries.dtype, dout.shape[1])
+        return kernel.unfold(grads.dq, queries.dtype, dout.shape), dk, dv, None, None
 
 
 class _Gathered(torch.autograd.Function):
