@@ -239,7 +239,7 @@ def timed_ring(rank: int, size: int, tokens: int, heads: int, shared: bool, roun
 def measure_overlap(pool: WorkerPool) -> list[dict]:
     rows, size = [], 2
     for shared in (True, False):
-        for tokens, heads in ((1024, 4), (2048, 4), (4096, 4)):
+        for tokens, heads in ((512, 16), (1024, 16), (2048, 16), (4096, 16)):
             answers = pool.run(timed_ring, size, size, tokens, heads, shared, 6, timeout=600)
             alone = statistics.median(times[0] for a in answers for times in a["alone"])
             own = statistics.median(times[1] for a in answers for times in a["alone"])
@@ -257,7 +257,7 @@ def measure_overlap(pool: WorkerPool) -> list[dict]:
                    "waits_ms": 1e3 * statistics.median(waits), "exposed_ms": 1e3 * statistics.median(exposed),
                    "hidden_percent": 100 * (1 - statistics.median(exposed) / (count * alone))}  # fmt: skip
             rows.append(row)
-    print(f"a ring of {size}, fp32, heads of 64; ms of one hop alone, of it the sender's own time, and of a step's compute; of a\n"
+    print(f"a ring of {size}, fp32, 16 heads of 64; ms of one hop alone, of it the sender's own time, a step's work; of a\n"
           "forward and a backward the waiting, and the waiting for hops under way; hidden: the rest of all hops' time")
     times = ("alone_ms", "own_ms", "step_ms", "waits_ms", "exposed_ms")
     cells = [[r["transport"], *(str(r[key]) for key in ("tokens", "hops")), *(f"{r[key]:.2f}" for key in times),
