@@ -17,7 +17,7 @@ class Grid:
     """Sizes of the five axes. `world_size` = tp * cp * dp * pp.
 
     `mirrored`: a pipeline runs both ways (DualPipe), so that its ranks r and p-1-r hold the same stages.
-    `zero_replicas`: copies of what ZeRO shards.
+    `zero_replicas`: copies of what ZeRO shards. `ulysses`: neighbours on the cp axis that trade sequence for heads.
     """
 
     tp: int = 1
@@ -27,6 +27,7 @@ class Grid:
     pp: int = 1
     mirrored: bool = False
     zero_replicas: int = 1
+    ulysses: int = 1
 
     @property
     def world_size(self) -> int:
@@ -72,6 +73,17 @@ class Grid:
             shards += [group[at : at + size] for at in range(0, len(group), size)]
             replicas += [group[at::size] for at in range(size)]
         return shards, replicas
+
+    def context_groups(self) -> tuple[list[list[int]], list[list[int]]]:
+        """(neighbours that trade sequence for heads, one rank of each: a ring): each cp group cut in two, `ulysses` wide.
+
+        cp 4, ulysses 2: trade [0, 1] [2, 3], rings [0, 2] [1, 3].
+        """
+        trades, rings = [], []
+        for group in self.groups("cp"):
+            trades += [group[at : at + self.ulysses] for at in range(0, len(group), self.ulysses)]
+            rings += [group[at :: self.ulysses] for at in range(self.ulysses)]
+        return trades, rings
 
     def _expert_groups(self) -> list[list[int]]:
         found: dict[tuple[int, int, int], list[int]] = {}

@@ -8,8 +8,10 @@ restore. The role decides who agrees with whom:
     replicated   all tp ranks hold the same activation and must drop the same elements: the tp rank is not in the name
     sharded      each tp rank holds its own part (attention heads; everything under sequence parallel): it is
 
-Data-parallel replicas differ because the global microbatch index differs. Weights have a stream of their own
-(parallel/shard.py), keyed by the parameter's name; the data order another (data/samples.py).
+A context-parallel rank always holds tokens, or heads, of its own: its rank is in the name (rank 0's is that of no such axis).
+So masks depend on how a sequence is cut, over cp as over tp under sequence parallel. Data-parallel replicas differ because
+the global microbatch index differs. Weights have a stream of their own (parallel/shard.py), keyed by the parameter's name;
+the data order another (data/samples.py).
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ class DropoutKey:
     iteration: int
     microbatch: int
     tp_rank: int
+    cp_rank: int = 0
 
     def generator(self, device: torch.device, layer: int, site: str, role: str) -> torch.Generator:
         """A fresh generator for one dropout site of one layer (-1 is the embedding)."""
         who = f"tp{self.tp_rank}" if role == SHARDED else "all"
+        who += f"/cp{self.cp_rank}" if self.cp_rank else ""
         name = f"dropout/{self.iteration}/{self.microbatch}/{layer}/{site}/{role}/{who}"
         return torch.Generator(device=device).manual_seed(seed_of(self.seed, name))
 

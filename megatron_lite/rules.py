@@ -20,6 +20,7 @@ OWN_VOCABULARY = (*FROM_MODEL, "GPT2BPETokenizer", "ByteTokenizer")
 AT_LEAST_ONE = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
     "max_position_embeddings rope_original_max_position make_vocab_size_divisible_by tensor_model_parallel_size "
+    "context_parallel_size ulysses_degree "
     "pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
     "microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
     "ddp_bucket_size recompute_num_layers zero_replica_size zero_prefetch_limit "
@@ -103,7 +104,7 @@ CONFLICTS = (
 )
 
 Values = (
-    SimpleNamespace  # every setting by its field name, plus `world` (ranks) and `dp` (None where it does not come out)
+    SimpleNamespace  # every setting by its field name, `world` (ranks), `dp` and `dp_cp` (None where they do not come out)
 )
 
 # Flags that do nothing: (flags, when, why and what would give them an effect).
@@ -138,12 +139,15 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      "needs --grad-compression powersgd"),
     ("grad_compression_start_iter", lambda s: have(s.grad_compression_start_iter, s.train_iters)
      and s.grad_compression_start_iter >= s.train_iters > 0, "the run ends before it; nothing would be compressed"),
-    ("no_overlap_grad_reduce grad_reduce_dtype grad_compression", lambda s: s.dp == 1,
+    ("cp_comm_type", lambda s: s.context_parallel_size == 1, "needs --context-parallel-size above 1"),
+    ("ulysses_degree", lambda s: s.context_parallel_size == 1 or "a2a+p2p" not in s.cp_comm_type,
+     "needs --context-parallel-size above 1 and --cp-comm-type a2a+p2p"),
+    ("no_overlap_grad_reduce grad_reduce_dtype grad_compression", lambda s: s.dp_cp == 1,
      "needs more than one data-parallel rank, here dp = 1"),
     ("recompute_method recompute_num_layers", lambda s: s.recompute_granularity != "full",
      "needs --recompute-granularity full"),
     ("recompute_modules", lambda s: s.recompute_granularity != "selective", "needs --recompute-granularity selective"),
-    ("zero_stage data_parallel_sharding_strategy", lambda s: s.dp == 1 and s.zero_stage,
+    ("zero_stage data_parallel_sharding_strategy", lambda s: s.dp_cp == 1 and s.zero_stage,
      "needs more than one data-parallel rank, here dp = 1"),
     ("zero_replica_size no_overlap_param_gather zero_prefetch_limit", lambda s: not s.zero_stage,
      "needs --zero-stage 1, 2 or 3"),
@@ -370,7 +374,7 @@ def inert(s: Values, given: frozenset[str]) -> Iterator[Problem]:
 
 def compression(s: Values) -> Iterator[Problem]:
     """Low-rank gradients need whole matrices, once a step, and a step that ends."""
-    if s.grad_compression == "none" or s.dp == 1:
+    if s.grad_compression == "none" or s.dp_cp == 1:
         return
     if s.zero_stage in (2, 3):
         stage = "zero_stage" if s.data_parallel_sharding_strategy is None else "data_parallel_sharding_strategy"

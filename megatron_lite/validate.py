@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import fields
 from fractions import Fraction
 from functools import partial
+from math import prod
 
-from megatron_lite import batch_rules, expert_rules
+from megatron_lite import batch_rules, context_rules, expert_rules
 from megatron_lite.config import GROUPS, Config, ParallelConfig
 from megatron_lite.data.blend import read_blend
 from megatron_lite.data.indexed import DataError
@@ -57,9 +58,9 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
     problems += [*conflicts(values, given), *inert(values, given), *expert_rules.inert(values, given)]
-    for rules in (_attention, _positions, _layout, _zero, compression, batch_rules.batch, _rampup, batch_rules.skipping,
-                  _pipeline, _asynchronous, _activations, _scale, _fp8, _rate, _warmup, _data, marks,
-                  expert_rules.experts):  # fmt: skip
+    for rules in (_attention, _positions, _layout, context_rules.context, _zero, compression, batch_rules.batch, _rampup,
+                  batch_rules.skipping, _pipeline, _asynchronous, _activations, _scale, _fp8, _rate, _warmup, _data,
+                  marks, expert_rules.experts):  # fmt: skip
         problems += rules(values)
     return problems
 
@@ -68,7 +69,9 @@ def _values(config: Config, world_size: int) -> Values:
     values = {f.name: getattr(getattr(config, group), f.name) for group, cls in GROUPS.items() for f in fields(cls)}
     values["world"] = config.train.world_size or world_size
     replica = (values["tensor_model_parallel_size"] or 0) * (values["pipeline_model_parallel_size"] or 0)
+    replica *= values["context_parallel_size"] or 0
     values["dp"] = values["world"] // replica if replica > 0 and values["world"] % replica == 0 else None
+    values["dp_cp"] = values["dp"] and values["dp"] * values["context_parallel_size"]
     return Values(**values)
 
 
@@ -111,15 +114,18 @@ def _pairs(head_size: int, share: float) -> bool:
 
 
 def _layout(s: Values) -> Iterator[Problem]:
-    tp, pp = s.tensor_model_parallel_size, s.pipeline_model_parallel_size
-    if have(tp, pp) and s.world % (tp * pp):
-        fix = nearest_values(
-            world=nearest(s.world, lambda n: n % (tp * pp) == 0),
-            tensor_model_parallel_size=nearest(tp, lambda n: n <= s.world and s.world % (n * pp) == 0),
-            pipeline_model_parallel_size=nearest(pp, lambda n: n <= s.world and s.world % (n * tp) == 0),
-        )
-        text = f"the world size is not a multiple of tp x pp = {tp * pp}"
-        yield about(s, "world tensor_model_parallel_size pipeline_model_parallel_size", text, fix)
+    tp = s.tensor_model_parallel_size
+    names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+    if s.context_parallel_size != 1:
+        names.insert(1, "context_parallel_size")
+    sizes = {name: getattr(s, name) for name in names}
+    if have(*sizes.values()) and s.world % prod(sizes.values()):
+        each = prod(sizes.values())
+        fixes = {name: nearest(size, lambda n, rest=each // size: n <= s.world and s.world % (n * rest) == 0)
+                 for name, size in sizes.items()}  # fmt: skip
+        text = f"the world size is not a multiple of tp x {'cp x ' * (len(names) == 3)}pp = {each}"
+        fix = nearest_values(world=nearest(s.world, lambda n: n % each == 0), **fixes)
+        yield about(s, " ".join(["world", *names]), text, fix)
     if tp is None:
         return
     yield from _cut(s, tp)
@@ -134,15 +140,15 @@ def _layout(s: Values) -> Iterator[Problem]:
 
 def _zero(s: Values) -> Iterator[Problem]:
     """Copies of a sharded model state, and what is gathered at a time."""
-    if not s.zero_stage or not have(s.dp) or s.dp == 1:
+    if not s.zero_stage or not have(s.dp_cp) or s.dp_cp == 1:
         return
     if s.pipeline_schedule in ASYNCHRONOUS and s.pipeline_model_parallel_size != 1:
         text = "contradict each other: an asynchronous pipeline keeps several versions of whole weights"
         yield about(s, "zero_stage pipeline_schedule", text, "nearest values that work: --zero-stage 0")
     copies = s.zero_replica_size
-    if have(copies) and (s.dp % copies or copies == s.dp):
-        text = f"{s.dp} data-parallel ranks cannot hold {copies} equal, sharded copies"
-        works = nearest(copies, lambda n: s.dp % n == 0 and n < s.dp)
+    if have(copies) and (s.dp_cp % copies or copies == s.dp_cp):
+        text = f"{s.dp_cp} data-parallel ranks cannot hold {copies} equal, sharded copies"
+        works = nearest(copies, lambda n: s.dp_cp % n == 0 and n < s.dp_cp)
         yield about(s, "zero_replica_size", text, nearest_values(zero_replica_size=works))
     if s.zero_stage == 3 and have(s.ddp_bucket_size):
         stage = "zero_stage" if s.data_parallel_sharding_strategy is None else "data_parallel_sharding_strategy"

@@ -55,7 +55,7 @@ def read_step(folder: Path, tp: int, dp: int) -> Step:
     for path in sorted(folder.glob("rank_*.json")):
         try:
             record = json.loads(path.read_text(encoding="ascii"))
-            if (record["tp"], record["dp"]) == (tp, dp):
+            if (record["tp"], record.get("cp", 0), record["dp"]) == (tp, 0, dp):
                 ranks[record["pp"]] = record
         except (ValueError, KeyError) as error:
             raise ScheduleError(f"{path} is no trace of a rank: {error!r}") from None

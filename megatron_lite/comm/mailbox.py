@@ -1,4 +1,5 @@
-"""Tagged messages between ranks of one host through shared memory: what pipeline stages on CPU talk over (comm/p2p.py).
+"""Tagged messages between ranks of one host through shared memory: what pipeline stages on CPU talk over (comm/p2p.py),
+and the ranks of a ring (comm/ring.py).
 
 Each rank owns a memory with a count of messages posted and a ring of entries for every receiver, and one heap:
 
@@ -13,7 +14,9 @@ A receiver with nothing to take sleeps on the sender's count (comm/futex.py).
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,8 +37,9 @@ class Mailbox:
 
     def __init__(self, rank: int, memories: list, pids: list[int], timeout: float):
         self.rank, self.size, self.pids, self.timeout = rank, len(memories), pids, timeout
+        self.memories = memories
         self.words = [memoryview(m).cast("Q") for m in memories]
-        self.bases = [ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in memories]  # `words` keep them mapped
+        self.bases = [ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in memories]
         self.futex = Futex(LOOK_SECONDS)
         self.sent = [0] * self.size
         self.seen = [0] * self.size
@@ -70,7 +74,7 @@ class Mailbox:
         room = -(-length // PAGE) * PAGE
         if not self.free[room]:
             if self.top + room > HEAP_BYTES:
-                raise MemoryError(f"{self.top + room} bytes of pipeline messages wait to be received")
+                raise MemoryError(f"{self.top + room} bytes of messages wait to be received")
             self.top += room
             return self.top - room, room
         return self.free[room].pop(), room
@@ -87,16 +91,33 @@ class Mailbox:
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Wait for the oldest message of `peer` with this tag and copy it into a contiguous tensor."""
+        at, place = self._arrival(peer, tag, tensor.nbytes)
+        ctypes.memmove(tensor.data_ptr(), self.bases[peer] + place, tensor.nbytes)
+        self.words[peer][at + TAKEN] = 1
+
+    def borrow(self, shape: Sequence[int], dtype: torch.dtype, peer: int, tag: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        """The same without a copy: a tensor in the sender's memory, which is the sender's again after the call given with it."""
+        count = math.prod(shape)
+        at, place = self._arrival(peer, tag, count * dtype.itemsize)
+        tensor = torch.frombuffer(self.memories[peer], dtype=dtype, count=count, offset=place).view(shape)
+        theirs = self.words[peer]
+
+        def give_back() -> None:
+            theirs[at + TAKEN] = 1
+
+        return tensor, give_back
+
+    def _arrival(self, peer: int, tag: int, nbytes: int) -> tuple[int, int]:
+        """Wait for the oldest message of `peer` with this tag; its entry's word, and where it lies in `peer`'s memory."""
         if not self._has(peer, tag):
             count = self.bases[peer] + 8 * _posted(self.rank)
             wait_until(lambda: self._has(peer, tag), lambda: [peer], self.rank, self.pids, self.timeout,
                        lambda _: self.futex.wait(count, self.seen[peer]))  # fmt: skip
         at = self.arrived[peer][tag].popleft()
-        theirs, place, length = self.words[peer], self.words[peer][at + PLACE], self.words[peer][at + LENGTH]
-        if length != tensor.nbytes:
-            raise ValueError(f"rank {self.rank} awaits {tensor.nbytes} bytes, rank {peer} sent {length} with tag {tag}")
-        ctypes.memmove(tensor.data_ptr(), self.bases[peer] + _table_bytes(self.size) + place, length)
-        theirs[at + TAKEN] = 1
+        place, length = self.words[peer][at + PLACE], self.words[peer][at + LENGTH]
+        if length != nbytes:
+            raise ValueError(f"rank {self.rank} awaits {nbytes} bytes, rank {peer} sent {length} with tag {tag}")
+        return at, _table_bytes(self.size) + place
 
     def _has(self, peer: int, tag: int) -> bool:
         """Note what `peer` has posted since the last look; is a message with this tag there?"""

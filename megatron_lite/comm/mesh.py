@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from megatron_lite.comm.mailbox import Mailbox
 from megatron_lite.comm.shared import SharedBoard
 from megatron_lite.grid import Grid
 
@@ -22,8 +23,8 @@ class Axis:
     """One process group as its member sees it. Size 1: no group, and every collective over it is a no-op.
 
     `ranks` are the global ranks in group order, `rank` is our index among them. `board` is the shared-memory exchange
-    between ranks of one host (CPU tensors only), None where it cannot be used. `tags` numbers the group's collectives;
-    axes with equal members share group, board and tags.
+    between ranks of one host (CPU tensors only), `mailbox` the one for messages around a ring; None where they cannot be used.
+    `tags` numbers the group's collectives; axes with equal members share group, board, mailbox and tags.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
     board: SharedBoard | None = None
+    mailbox: Mailbox | None = None
     tags: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     @property
@@ -57,12 +59,14 @@ class Mesh:
 def named_groups(grid: Grid) -> dict[str, list[list[int]]]:
     """Every named set of ranks: the spans; `embedding`, first and last stage of each pipeline, which hold the two
     copies of a tied embedding; `mirror`, the two ranks that hold the same stages where a pipeline runs both ways; `zero_shard`
-    and `zero_replica`, which cut dp_cp in two, as `ep` and `expert_dp` (ranks that hold the same experts) do."""
+    and `zero_replica`, which cut dp_cp in two, as `ep` and `expert_dp` (ranks that hold the same experts) do; `cp_a2a` and
+    `cp_ring`, which cut cp."""
     groups, pipes = {name: grid.groups(*span) for name, span in SPANS.items()}, grid.groups("pp")
     groups["embedding"] = [[pipe[0], pipe[-1]] for pipe in pipes] if grid.pp > 1 else pipes
     pairs = [[pipe[r], pipe[-1 - r]] for pipe in pipes for r in range(grid.pp // 2)]
     groups["zero_shard"], groups["zero_replica"] = grid.zero_groups()
     groups["expert_dp"] = grid.expert_replicas()
+    groups["cp_a2a"], groups["cp_ring"] = grid.context_groups()
     groups["mirror"] = pairs if grid.mirrored else grid.groups()
     return groups
 
@@ -97,4 +101,15 @@ def build_mesh(grid: Grid, device: torch.device, shared_memory: bool = True) -> 
         boards = SharedBoard.connect_all(rank, memberships, dist.group.WORLD)
         for axis in axes.values():
             axis.board = boards.get(axis.ranks)
+        _connect_rings(axes)
     return Mesh(grid, rank, device, axes)
+
+
+def _connect_rings(axes: dict[str, Axis]) -> None:
+    """Mailboxes for the axes that keys and values go around. Collective over each of them."""
+    made: dict[tuple[int, ...], Mailbox | None] = {}
+    for axis in (axes["cp"], axes["cp_ring"]):
+        if axis.size > 1 and axis.board is not None:
+            if axis.ranks not in made:
+                made[axis.ranks] = Mailbox.connect(axis.rank, axis.size, axis.group)
+            axis.mailbox = made[axis.ranks]

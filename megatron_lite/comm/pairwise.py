@@ -147,6 +147,10 @@ class Pairwise:
         places = out.view(-1).split([row[rank] * size for row in rows])
         places[rank].copy_(parts[rank])
         return self._exchange(lambda p: parts[p], lambda p: places[p], out)
+    def shift(self, out: torch.Tensor, x: torch.Tensor, following: int, before: int) -> Pending:
+        """x to rank `following`, out from rank `before`."""
+        flat, place = x.view(-1), out.view(-1)
+        return self._exchange(lambda p: flat if p == following else None, lambda p: place if p == before else None, out)
 
     def broadcast(self, x: torch.Tensor, src: int) -> Pending:
         flat = x.view(-1)

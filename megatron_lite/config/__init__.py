@@ -51,7 +51,7 @@ class Config:
         """The run's grid; the world size is filled in by `arguments.resolve`."""
         parallel = self.parallel
         return Grid(tp=parallel.tp, cp=parallel.cp, ep=parallel.ep, dp=self.data_parallel_size, pp=parallel.pp,
-                    zero_replicas=parallel.zero_replica_size)  # fmt: skip
+                    zero_replicas=parallel.zero_replica_size, ulysses=parallel.ulysses_degree or 1)  # fmt: skip
 
     @property
     def data_parallel_size(self) -> int:

@@ -11,7 +11,7 @@ The core, chosen in `core_attention` and nowhere else:
             enough for the GEMM library: 2.8 x faster in training than SDPA on CPU.
 With `documents` (packing.py) a query sees its own document alone: CUDA takes the documents one by one, CPU goes
 row by row and skips the keys before a block's documents. One new token against those before it, when text is made:
-`past.attend_one`.
+`past.attend_one`. Where ranks share a sequence: context_attention.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from torch import nn
 
 from megatron_lite.comm.mesh import Axis
 from megatron_lite.config import ModelConfig
+from megatron_lite.models.context_attention import context_attention
 from megatron_lite.models.norm import NORMS
 from megatron_lite.models.packing import Documents
+from megatron_lite.models.partial_attention import BLOCK_ROWS, future
 from megatron_lite.models.past import Past
 from megatron_lite.models.rope import Rope, contiguous_like
 from megatron_lite.parallel.shard import Box, Init
@@ -34,8 +36,6 @@ from megatron_lite.parallel.tensor import Again, ColumnParallelLinear, RowParall
 from megatron_lite.recompute import recompute
 from megatron_lite.rng import SHARDED, DropoutKey
 
-# the fastest measured: benchmarks/attention.py (fp16 as bf16: CPUs without fp16 units run it for tests alone)
-BLOCK_ROWS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64, torch.float64: 64}
 KEEP_PROBABILITIES_UP_TO = 2048  # tokens; longer sequences recompute them in the backward instead of holding s^2 values
 
 
@@ -104,10 +104,10 @@ class _BlockCausal(torch.autograd.Function):
         out = torch.empty((s, b, groups, per_group, d), dtype=q.dtype, device=q.device)
         by_head = out.view(s, b * groups, per_group, d).transpose(0, 1)  # [b k, s, g, d]
         keep_all = s <= KEEP_PROBABILITIES_UP_TO and ctx.needs_input_grad[0]
-        kept, drops, future = [], [], _future(min(block, s), per_group, q)
+        kept, drops, later = [], [], future(min(block, s), per_group, q)
         for tile in _tiles(s, block, groups, documents):
             heads, first, begin, end, _ = tile  # h of the b k heads
-            probabilities = _probabilities(q, k, tile, per_group, future, documents)  # [h, (end - begin) g, end - first]
+            probabilities = _probabilities(q, k, tile, per_group, later, documents)  # [h, (end - begin) g, end - first]
             kept.append(probabilities if keep_all else None)
             drops.append(_drop_scale(probabilities, p, generator))
             if drops[-1] is not None:
@@ -127,13 +127,13 @@ class _BlockCausal(torch.autograd.Function):
         dq = torch.empty_like(q)
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         dk, dv = (torch.zeros(k.shape, dtype=exact, device=k.device) for _ in range(2))
-        future = _future(min(ctx.block, s), per_group, q)
+        later = future(min(ctx.block, s), per_group, q)
         for n, tile in enumerate(_tiles(s, ctx.block, groups, ctx.documents)):
             heads, first, begin, end, _ = tile
             rows = slice(begin * per_group, end * per_group)
             probabilities = kept[n]
             if probabilities is None:
-                probabilities = _probabilities(q, k, tile, per_group, future, ctx.documents)
+                probabilities = _probabilities(q, k, tile, per_group, later, ctx.documents)
             drop = drops[n]
             used = probabilities if drop is None else probabilities * drop
             dp = torch.bmm(dout[heads, rows], v[heads, first:end].transpose(1, 2))
@@ -150,18 +150,12 @@ class _BlockCausal(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None
 
 
-def _future(block: int, per_group: int, like: torch.Tensor) -> torch.Tensor:
-    """-inf where row (i, g) of a block may not see key j > i of it, else 0.   -> [block g, block]"""
-    mask = torch.full((block, block), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
-    return mask.repeat_interleave(per_group, 0)
-
-
-def _probabilities(q: torch.Tensor, k: torch.Tensor, tile: _Tile, per_group: int, future: torch.Tensor,
+def _probabilities(q: torch.Tensor, k: torch.Tensor, tile: _Tile, per_group: int, later: torch.Tensor,
                    documents: Documents | None) -> torch.Tensor:  # fmt: skip
     """softmax(q k^T) of the queries of a tile against its keys.   -> [h, (end - begin) g, end - first]"""
     heads, first, begin, end, row = tile
     scores = torch.bmm(q[heads, begin * per_group : end * per_group], k[heads, first:end].transpose(1, 2))
-    scores[:, :, begin - first :] += future[: (end - begin) * per_group, : end - begin]  # the last block may be shorter
+    scores[:, :, begin - first :] += later[: (end - begin) * per_group, : end - begin]  # the last block may be shorter
     mask = None if documents is None else documents.mask(row, begin, end, scores.dtype)  # [end - begin, n]
     if mask is not None:
         scores[:, :, : mask.shape[1]] += mask.repeat_interleave(per_group, 0)
@@ -265,5 +259,7 @@ class SelfAttention(nn.Module):
         if key is not None and self.model.attention_dropout > 0:
             generator = key.generator(qkv.device, self.layer, "attention", SHARDED)
         core = partial(core_attention, p=self.model.attention_dropout, generator=generator, documents=documents)
+        if self.tp.context is not None:
+            core = partial(context_attention, context=self.tp.context, layer=self.layer, documents=documents, core=core)
         out = core(q, k, v) if past is None else past.attend(self.layer, q, k, v, core)  # [s, b, k, g, d]
         return out.reshape(s, b, self.heads * d)

@@ -45,8 +45,12 @@ class Documents:
         if first == last:
             return None
         keys = torch.arange(first, last, device=self.starts.device)
-        before = keys < self.starts[row, begin:end, None]
+        before = self.hidden(row, begin, end, keys)
         return torch.zeros(before.shape, dtype=dtype, device=keys.device).masked_fill_(before, float("-inf"))
+
+    def hidden(self, row: int, begin: int, end: int, keys: torch.Tensor) -> torch.Tensor:
+        """Whether the keys at these places lie before the documents of queries begin..end.   [n] -> bool [end - begin, n]"""
+        return keys < self.starts[row, begin:end, None]
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -29,6 +29,7 @@ from megatron_lite.models.past import Past
 from megatron_lite.models.rope import cos_sin
 from megatron_lite.models.router import Router, Training
 from megatron_lite.offload import HostLayer, Offload
+from megatron_lite.parallel.context import Places
 from megatron_lite.parallel.expert import ExpertParallel
 from megatron_lite.parallel.shard import Init, Shard, allocate, initialise, parameter, whole
 from megatron_lite.parallel.tensor import Again, TensorParallel, column_linear
@@ -85,13 +86,13 @@ class TransformerLayer(nn.Module):
 
 
 class _AddPositions(torch.autograd.Function):
-    """x [s', b, h] + table[at] of learned positions; each rank adds the positions it holds. `at`: a slice of them, the same
-    for every row of the batch, or int64 [s', b]."""
+    """x [s', b, h] + table[at] of learned positions; each rank adds the positions it holds. `at`: a slice of them or int64
+    [s'], the same for every row of the batch, or int64 [s', b]."""
 
     @staticmethod
     def forward(ctx, x, table, at: slice | torch.Tensor):
         ctx.table, ctx.at = table, at
-        return x + (table[at].unsqueeze(1) if isinstance(at, slice) else table[at])
+        return x + (table[at].unsqueeze(1) if isinstance(at, slice) or at.dim() == 1 else table[at])
 
     @staticmethod
     def backward(ctx, dy):
@@ -100,6 +101,8 @@ class _AddPositions(torch.autograd.Function):
             return dy, None, None
         if isinstance(at, slice):
             give(ctx.table, lambda grad: grad[at].add_(dy.sum(1, dtype=grad.dtype)))
+        elif at.dim() == 1:
+            give(ctx.table, lambda grad: grad.index_add_(0, at, dy.sum(1, dtype=grad.dtype)))
         else:
             give(ctx.table, lambda grad: grad.index_add_(0, at.flatten(), dy.flatten(0, 1).to(grad.dtype)))
         return dy, None, None
@@ -129,7 +132,11 @@ class Embedding(nn.Module):
         elif self.positions is not None:
             first = self.tp.axis.rank * x.shape[0] if self.tp.sequence_parallel else 0
             rows = slice(first, first + x.shape[0])
-            x = _AddPositions.apply(x, self.positions, rows if positions is None else positions.t()[rows])
+            if positions is not None:
+                rows = positions.t()[rows]
+            elif self.tp.context is not None:
+                rows = self.tp.context.places(tokens.shape[1]).tensor(x.device)[rows]
+            x = _AddPositions.apply(x, self.positions, rows)
         if key is None or self.p == 0.0:
             return x
         role = SHARDED if self.tp.sequence_parallel else REPLICATED
@@ -306,13 +313,17 @@ class TransformerStage(nn.Module):
         return self.weights.free("head", loss)
 
     def _angles(self, length: int, device: torch.device, past: Past | None, packing: Packing):
-        """cos and sin of the rotary positions 0..length-1, computed once per length, or of each row's own or next ones."""
+        """cos and sin of the rotary positions of this rank's `length` tokens, computed once per length, or of each row's own or
+        next ones."""
         if self.model.position_embedding_type != "rope":
             return None
         if past is not None and past.lengths:
             return cos_sin(self.model, past.positions(device), self.tp.dtype)
-        if self.angles is None or self.angles[0].shape[0] != length:
-            self.angles = cos_sin(self.model, torch.arange(length, device=device), self.tp.dtype)
+        whole = Places(((0, length),))
+        if self.tp.context is not None:  # a row's own positions may be any of the sequence
+            whole = self.tp.context.places(length) if packing.positions is None else self.tp.context.all_places(length)
+        if self.angles is None or self.angles[0].shape[0] != whole.count:
+            self.angles = cos_sin(self.model, whole.tensor(device), self.tp.dtype)
         if packing.positions is None:
             return self.angles
         at = packing.positions.t()

@@ -31,6 +31,7 @@ from torch import nn
 
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Axis
+from megatron_lite.parallel.context import ContextParallel
 from megatron_lite.parallel.fp8 import Fp8Linear, Fp8Recipe
 from megatron_lite.parallel.shard import Box, Init, Shard, cut, parameter, whole
 from megatron_lite.parallel.wgrad import give
@@ -40,14 +41,15 @@ Again = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How layers are cut: the tp axis, whether activations between regions are cut too, what weights are made of, and in
-    what their products are computed (`fp8` None: as they are)."""
+    """How layers are cut: the tp axis, whether activations between regions are cut too, what weights are made of, in what
+    their products are computed (`fp8` None: as they are), and who shares a sequence (`context` None: nobody)."""
 
     axis: Axis
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
     fp8: Fp8Recipe | None = None
+    context: ContextParallel | None = None
 
     def fp8_linear(self) -> Fp8Linear | None:
         """The scales of one more linear."""

@@ -61,9 +61,10 @@ def measure_part(config: Config, mesh: Mesh, part: Chunk, shape: tuple[int, int,
     attach_grad_buffers(stage.parameters())
     if config.train.compile:
         compile_elementwise(stage)
-    size = config.train.micro_batch_size, config.model.seq_length
+    size = config.train.micro_batch_size, config.model.seq_length // mesh.cp.size
     tokens = torch.randint(config.data.vocab_size, size, device=mesh.device, generator=generator)
-    batch = Microbatch(tokens, tokens, torch.ones(size, device=mesh.device), DropoutKey(config.train.seed, 0, 0, mesh.tp.rank))
+    key = DropoutKey(config.train.seed, 0, 0, mesh.tp.rank, mesh.cp.rank)
+    batch = Microbatch(tokens, tokens, torch.ones(size, device=mesh.device), key)
     x = tokens if part.first else torch.randn(shape, device=mesh.device, generator=generator).to(stage.tp.dtype)
     rows = _repeat(mesh, lambda: run_once(stage, x, batch, mesh.device))
     return Price(*(1e3 * median(column) for column in zip(*rows, strict=True)))

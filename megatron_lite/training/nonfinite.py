@@ -53,7 +53,8 @@ def first_fault(trainer: Trainer, microbatches: Sequence[Microbatch]) -> str:
 
 def _where(trainer: Trainer) -> str:
     mesh = trainer.mesh
-    return f"rank {mesh.rank} (tp {mesh.tp.rank}, dp {mesh.dp.rank}, pp {mesh.pp.rank})"
+    context = f"cp {mesh.cp.rank}, " if mesh.cp.size > 1 else ""
+    return f"rank {mesh.rank} (tp {mesh.tp.rank}, {context}dp {mesh.dp.rank}, pp {mesh.pp.rank})"
 
 
 def _bad_piece(param: nn.Parameter, values: torch.Tensor) -> str | None:

@@ -76,7 +76,7 @@ def grid_of(config: Config, world_size: int) -> Grid:
     mirrored = plainest_pipeline(config.model.num_layers, parallel).placement.mirror(0, 0) is not None
     dp = world_size // (parallel.tp * parallel.cp * parallel.pp)
     return Grid(tp=parallel.tp, cp=parallel.cp, ep=parallel.ep, pp=parallel.pp, dp=dp, zero_replicas=parallel.zero_replica_size,
-                mirrored=mirrored)  # fmt: skip
+                mirrored=mirrored, ulysses=parallel.ulysses_degree or 1)  # fmt: skip
 
 
 def num_microbatches(config: Config, dp: int) -> int:
@@ -106,7 +106,7 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
     """
     check_device(config, mesh.device)
     model, train = config.model, config.train
-    length = model.seq_length // (mesh.tp.size if config.parallel.sequence_parallel else 1)
+    length = model.seq_length // (mesh.cp.size * (mesh.tp.size if config.parallel.sequence_parallel else 1))
     shape = (length, train.micro_batch_size, model.hidden_size)
     p2p = P2P(mesh.pp, mesh.device) if mesh.pp.size > 1 else None
     m = num_microbatches(config, mesh.dp.size)

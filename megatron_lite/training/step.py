@@ -13,6 +13,7 @@ from megatron_lite.data.loader import Batch
 from megatron_lite.models.packing import packing_of
 from megatron_lite.optim.clip import clip_coefficient
 from megatron_lite.optim.lr import learning_rate
+from megatron_lite.parallel.context import own_part
 from megatron_lite.pipeline.executor import Microbatch, Result
 from megatron_lite.pipeline.recorder import phase
 from megatron_lite.rng import DropoutKey
@@ -77,12 +78,16 @@ def total(result: Result, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def with_keys(batches: Sequence[Batch], mesh: Mesh, seed: int, iteration: int | None) -> list[Microbatch]:
-    """Batches on the device, each with the key of its dropout; `iteration` None (evaluation) gives no key."""
+    """This rank's part of each sequence of the batches, on the device, with the key of its dropout; `iteration` None
+    (evaluation) gives no key. Labels have been shifted and positions counted, so here a sequence may be cut; where documents
+    start stays whole, since queries see keys of other ranks."""
     out = []
     for j, batch in enumerate(batches):
         key = None
         if iteration is not None:
-            key = DropoutKey(seed, iteration, j * mesh.dp.size + mesh.dp.rank, mesh.tp.rank)
-        tensors = (t.to(mesh.device, non_blocking=True) for t in (batch.tokens, batch.labels, batch.loss_mask))
-        out.append(Microbatch(*tensors, key, packing_of(batch.positions, batch.starts, mesh.device)))
+            key = DropoutKey(seed, iteration, j * mesh.dp.size + mesh.dp.rank, mesh.tp.rank, mesh.cp.rank)
+        whole = (batch.tokens, batch.labels, batch.loss_mask, batch.positions)
+        *mine, positions = (t if t is None else own_part(t, mesh.cp) for t in whole)
+        tensors = (t.to(mesh.device, non_blocking=True) for t in mine)
+        out.append(Microbatch(*tensors, key, packing_of(positions, batch.starts, mesh.device)))
     return out

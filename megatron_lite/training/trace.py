@@ -7,7 +7,7 @@ its action list, the part in which a rank does nothing, averaged over ranks. A r
 
 A trace is one JSON file per rank and iteration, `DIR/iter_0000002/rank_00000.json`:
 
-    rank tp dp pp world iteration      who and when
+    rank tp cp dp pp world iteration   who and when
     schedule placement                 name; [kind, pipeline ranks, chunks per rank]
     start end                          of the rank's action list
     actions  [["F0", start, end]]      in the order run; from when its input was there until its result was on the way
@@ -92,7 +92,7 @@ class Tracer:
 
     def _facts(self) -> dict:
         mesh, placement = self.mesh, self.pipeline.placement
-        axes = {name: getattr(mesh, name).rank for name in ("tp", "dp", "pp")}
+        axes = {name: getattr(mesh, name).rank for name in ("tp", "cp", "dp", "pp")}
         return {"format": FORMAT, "rank": mesh.rank, "world": mesh.world.size, **axes, "iteration": self.iteration,
                 "schedule": self.pipeline.schedule, "placement": list(placement)}  # fmt: skip
 

@@ -69,6 +69,9 @@ LAYOUTS = {  # name -> (ranks, flags)
     "tp2_sp_pp2_ep2": (8, TP_SP | PP | {"ep": 2}),
     "tp2_sp_pp2_ep2_etp1_zero3": (8, TP_SP | PP | {"ep": 2, "etp": 1, "zero_stage": 3}),
     "ep4_dp8_zero2": (8, {"ep": 4, "zero_stage": 2}),
+    "cp2_ep2": (2, {"context_parallel_size": 2, "ep": 2}),
+    "cp2_ep4": (4, {"context_parallel_size": 2, "ep": 4, "zero_stage": 3}),
+    "cp2_tp2_sp_ep2": (8, TP_SP | {"context_parallel_size": 2, "ep": 2, "etp": 1}),
     "tp2_sp_ep4": (8, TP_SP | {"ep": 4}),
 }
 FAST = {("ep2", "shared"), ("ep2_dp4_zero3", "shared"), ("tp2_sp_ep2", "shared"), ("tp2_sp_ep2_etp1", "sigmoid"),

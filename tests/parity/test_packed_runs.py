@@ -52,6 +52,10 @@ LAYOUTS = {  # name -> (ranks, flags)
     "pp2_zbv": (2, {"pp": 2, "pipeline_schedule": "zbv"}),
     "dp2_zero3": (2, {"zero_stage": 3}),
     "tp2_sp_pp2_zbv": (4, {"tp": 2, "sp": True, "pp": 2, "pipeline_schedule": "zbv"}),
+    "cp2": (2, {"context_parallel_size": 2, "cp_comm_type": ("p2p", "a2a", "allgather", "p2p")}),
+    "cp4": (4, {"context_parallel_size": 4, "cp_comm_type": ("p2p", "a2a", "allgather", "a2a+p2p"), "ulysses_degree": 2}),
+    "cp2_tp2_sp_pp2": (8, {"context_parallel_size": 2, "cp_comm_type": ("a2a", "p2p", "allgather", "p2p"), "tp": 2, "sp": True,
+                           "pp": 2}),
 }
 RECOMPUTED = {
     "kept": ActivationConfig(),
@@ -62,7 +66,7 @@ RECOMPUTED = {
 FAST = [  # layout, model, what is computed again, rows of a microbatch
     ("alone", "llama_gqa", "kept", 2), ("alone", "gpt_tied", "selective", 1), ("tp2_sp", "llama_gqa", "core_attn", 2),
     ("tp2_sp", "gpt_tied", "kept", 2), ("pp2_zbv", "llama_gqa", "uniform_1", 1), ("pp2_interleaved", "gpt_tied", "kept", 2),
-    ("dp2_zero3", "gpt_tied", "uniform_1", 2),
+    ("dp2_zero3", "gpt_tied", "uniform_1", 2), ("cp4", "llama_gqa", "kept", 2), ("cp2", "gpt_tied", "core_attn", 1),
 ]  # fmt: skip
 
 

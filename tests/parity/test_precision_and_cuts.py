@@ -53,6 +53,7 @@ def reference():
 
 @pytest.mark.parametrize(("model", "world", "flags"), [
     ("llama_gqa", 2, {"tp": 2, "sp": True}), ("gpt_tied", 4, {"tp": 2, "pp": 2}), ("llama_gqa", 4, {"pp": 2}),
+    ("llama_gqa", 4, {"context_parallel_size": 4, "cp_comm_type": ("p2p", "a2a", "allgather", "a2a+p2p"), "ulysses_degree": 2}),
 ])  # fmt: skip
 @pytest.mark.parametrize(("precision", "loss", "norm", "grad"), [("bf16", 1e-3, 2e-2, 5e-2), ("fp32", 1e-5, 1e-5, 1e-5)])
 def test_precision(pool, reference, model, world, flags, precision, loss, norm, grad):

@@ -24,6 +24,7 @@ READ = f"{SIZES} --micro-batch-size 4 --lr 1 --train-iters 3 --vocab-size 9"
 RUN = "--micro-batch-size 2 --lr 1e-3 --train-iters 100 --mock-data --vocab-size 250"
 BASE = f"{SIZES} {RUN}"
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 16"
+CP = "--attention-dropout 0 --context-parallel-size"
 STALE = f"{PP2} --untie-embeddings-and-output-weights --pipeline-schedule"
 ROPE = f"{BASE} --position-embedding-type rope"
 BYTES = "--tokenizer-type ByteTokenizer --vocab-size 260"
@@ -207,6 +208,23 @@ BAD = [
     ("--position-embedding-type rope --kv-channels 7", 1, ["RoPE turns pairs", "--kv-channels 6 or 8"]),
     ("--position-embedding-type rope --use-rope-scaling --rope-low-freq-factor 4", 1, ["must be below the high one"]),
     ("--pipeline-model-parallel-size 3", 4, ["not a multiple of tp x pp = 3", "world size 3 or 6"]),
+    (f"{CP} 3 --seq-length 48", 4, ["not a multiple of tp x cp x pp = 3", "world size 3 or 6", "parallel-size 2 or 4"]),
+    (f"{CP} 4 --seq-length 36", 4, ["36 tokens are not a multiple of 2 x cp 4 = 8", "--seq-length 32 or 40", "size 3 or 6"]),
+    (f"{CP} 4 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 24", 16,
+     ["24 tokens are not a multiple of cp 4 x tp 4 (--sequence-parallel) = 16", "--seq-length 16 or 32", "size 3 or 6"]),
+    ("--context-parallel-size 2", 2, ["--attention-dropout 0.1", "p2p: a query's keys come in parts", "dropout 0;"]),
+    ("--context-parallel-size 2 --cp-comm-type a2a a2a allgather p2p", 2, ["allgather and p2p: a query's keys"]),
+    (f"{CP} 2 --cp-comm-type a2a p2p", 2, ["--cp-comm-type a2a p2p --num-layers 4: names 2 ways for 4 layers"]),
+    (f"{CP} 16 --cp-comm-type a2a", 16, ["8 heads of a tensor-parallel rank cannot be dealt out to 16 ranks", "size 8",
+                                         "--num-attention-heads 16"]),
+    (f"{CP} 4 --cp-comm-type a2a --num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 6", 4,
+     ["6 key/value heads of a tensor-parallel rank cannot be dealt out to 4 ranks", "--context-parallel-size 3 or 6"]),
+    (f"{CP} 4 --cp-comm-type a2a+p2p", 4, ["it is not said how many ranks trade heads", "--ulysses-degree 2"]),
+    (f"{CP} 4 --cp-comm-type a2a+p2p --ulysses-degree 4", 4, ["4 ranks cannot be groups of 4", "--ulysses-degree 2"]),
+    (f"{CP} 2 --cp-comm-type a2a+p2p --ulysses-degree 2", 2, ["2 ranks cannot be groups of 2", "--context-parallel-size 4"]),
+    (f"{CP} 2 --cp-comm-type a2a --ulysses-degree 2", 2, ["--ulysses-degree 2: has no effect", "a2a+p2p"]),
+    ("--cp-comm-type a2a", 1, ["--cp-comm-type a2a: has no effect: needs --context-parallel-size above 1"]),
+    (f"{CP} 0", 1, ["--context-parallel-size 0: must be at least 1"]),
     ("--tensor-model-parallel-size 3 --ffn-hidden-size 96", 3, ["8 heads cannot be cut into 3 equal parts", "9 or 6"]),
     ("--tensor-model-parallel-size 8 --ffn-hidden-size 100", 8, ["100 MLP channels", "--ffn-hidden-size 96 or 104"]),
     ("--tensor-model-parallel-size 8 --sequence-parallel --seq-length 36", 8, ["36 tokens of --sequence-parallel"]),
@@ -313,6 +331,10 @@ GOOD = [
     (f"{BASE} {PP2} --pipeline-schedule dualpipe", 2),
     (f"{BASE} {PP2} --pipeline-schedule zb-h2", 2),
     (f"{BASE} --use-distributed-optimizer --zero-stage 1 --no-overlap-param-gather", 2),
+    (f"{BASE} {CP} 2 --zero-stage 1 --grad-reduce-dtype bf16", 2),
+    (f"{BASE} {CP} 4 --cp-comm-type p2p a2a allgather a2a+p2p --ulysses-degree 2", 8),
+    (f"{BASE} --context-parallel-size 2 --cp-comm-type a2a", 2),
+    (f"{BASE} {CP} 4 --cp-comm-type a2a --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2", 8),
     (f"{BASE} --zero-stage 3 --num-distributed-optimizer-instances 2 --zero-prefetch-limit 2", 4),
     (f"{BASE} --data-parallel-sharding-strategy no_shard", 1),
     (f"{BASE} --lr 3e-4 --lr-decay-style WSD --lr-wsd-decay-iters 50 --lr-warmup-iters 9 --lr-warmup-init 1e-7", 1),

@@ -15,6 +15,7 @@ from megatron_lite.comm import pairwise
 from megatron_lite.comm.mailbox import ENTRIES, Mailbox
 from megatron_lite.comm.mesh import SPANS, Axis, build_mesh, single
 from megatron_lite.comm.p2p import KINDS, P2P
+from megatron_lite.comm.ring import start_shift
 from megatron_lite.comm.shared import SharedBoard
 from megatron_lite.grid import Grid
 
@@ -374,6 +375,36 @@ def asleep(rank, size):
 
 def test_a_mailbox_sleeps(pool):
     pool.run(asleep, 2, 2)
+
+
+def round_the_ring(rank, size):
+    """Two kinds of tensor in turn, as ring attention sends them, each read in the sender's memory where ranks share some."""
+    shared, gloo = axes(rank, size)
+    shared.mailbox = Mailbox.connect(rank, size, dist.group.WORLD)
+    for axis in (shared, gloo):
+        held = torch.full((3, 4), float(rank), dtype=torch.bfloat16)
+        sums, gone = None, torch.empty(0)
+        for step in range(2 * size):
+            coming = start_shift(held, axis)
+            mine = torch.full((1000,), float(rank))
+            if sums is not None:
+                mine += sums.wait()
+                sums.let_go()
+            sums = start_shift(mine, axis)
+            held, gone = coming.wait(), held
+            assert (held == (rank - step - 1) % size).all() and held.dtype == torch.bfloat16 and held.shape == (3, 4)
+            assert axis.mailbox is None or held.data_ptr() != gone.data_ptr()
+            held = held.clone()
+            coming.let_go()
+        total = sums.wait()
+        assert (total == sum((rank - 1 - step) % size for step in range(2 * size))).all()
+        sums.let_go()
+        assert axis.mailbox is None or axis.mailbox.top < 1 << 20  # places are used again
+
+
+def test_a_ring_shifts(pool):
+    pool.run(round_the_ring, 2, 2)
+    pool.run(round_the_ring, 3, 3)
 
 
 def test_pipeline_messages_are_paired_by_name(pool):

@@ -39,6 +39,7 @@ SCALED = f"{ROPE} --use-rope-scaling --rope-original-max-position 32 --rope-scal
 GQA = "--num-attention-heads 4 --group-query-attention"
 CHUNKED = "ranks 2 --pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8"
 STALE = "ranks 2 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
+SHARED = "--context-parallel-size 8 --cp-comm-type a2a+p2p --ulysses-degree 2 --num-attention-heads 4"
 WARM = "--lr-warmup-iters 2"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 2"
 EVAL = "--eval-interval 1 --eval-iters 1"
@@ -120,6 +121,9 @@ ROWS = {
     "tensor_model_parallel_size": ("ranks 2", "--tensor-model-parallel-size 2", "built"),
     "sequence_parallel": ("ranks 2 --tensor-model-parallel-size 2", "--sequence-parallel", "built"),
     "pipeline_model_parallel_size": ("ranks 2", "--pipeline-model-parallel-size 2", "built"),
+    "context_parallel_size": ("ranks 2", "--context-parallel-size 2", "built"),
+    "cp_comm_type": ("ranks 2 --context-parallel-size 2", "--cp-comm-type allgather", "built"),
+    "ulysses_degree": (f"ranks 8 {SHARED}", "--ulysses-degree 4", "built"),
     "pipeline_schedule": ("ranks 2 --pipeline-model-parallel-size 2", "--pipeline-schedule gpipe", "built"),
     "pipeline_memory_limit": (f"{CHUNKED} --pipeline-schedule auto", "--pipeline-memory-limit 1", "built"),
     "pipeline_split": (f"{CHUNKED} --vocab-size 9000", "--pipeline-split auto", "built"),  # a slow output layer
@@ -293,6 +297,7 @@ def built(rank, argv, world):
         "8 bits": [m.self_attn.o_proj.fp8 and m.self_attn.o_proj.fp8.recipe for c in trainer.chunks for m in c.layers],
         "actions": [str(action) for action in trainer.actions],
         "activation": trainer.executor.shape,
+        "shared sequences": (tp := trainer.chunks[0].tp).context and (tp.context.kinds, tp.context.a2a.ranks),
         "asynchronous": asynchronous_settings(trainer),
         "recomputed": [chunk.spans for chunk in trainer.chunks],
         "in a layer": [(m.self_attn.recompute_core, m.remake_norms, m.has_experts or m.mlp.remake)

@@ -35,6 +35,15 @@ def test_experts_borrow_from_cp_and_dp():
     assert [grid.coordinates(r)["ep"] for r in (0, 2, 4, 6, 8)] == [0, 1, 2, 3, 0]
 
 
+def test_shared_sequences_are_cut_in_two():
+    grid = Grid(tp=2, cp=4, dp=2, ulysses=2)
+    assert grid.groups("cp") == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    trades, rings = grid.context_groups()
+    assert trades[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]] and rings[:4] == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert Grid(cp=3).context_groups() == ([[0], [1], [2]], [[0, 1, 2]])
+    assert Grid(cp=3, ulysses=3).context_groups() == ([[0, 1, 2]], [[0], [1], [2]])
+
+
 @given(grids())
 def test_rank_and_coordinates_are_inverse(grid):
     for rank in range(grid.world_size):
