@@ -247,7 +247,7 @@ class JSONLSink:
             self.file.seek(-1, os.SEEK_END)
             if self.file.read(1) != b"\n":  # a run killed in the middle of a line
                 self.file.write(b"\n")
-        self._append({"event": "start", **start})
+        self.start: Mapping[str, Any] | None = start  # until it is written, before the first row
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
         self._append({"iteration": iteration, **finite(values)})
@@ -256,6 +256,9 @@ class JSONLSink:
         self._append({"event": kind, "iteration": iteration, "text": text})
 
     def _append(self, row: Mapping[str, Any]) -> None:
+        if self.start is not None:
+            start, self.start = self.start, None
+            self._append({"event": "start", **start})
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
         self.file.write((json.dumps({**row, "time": now}) + "\n").encode())
 

@@ -22,6 +22,9 @@ class Nesting(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
+    def handle_startendtag(self, tag, attrs):
+        pass
+
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
@@ -53,7 +56,7 @@ def test_a_log_is_read_with_its_restart(runs):
 def test_the_page_stands_alone_and_shows_both_runs(runs, tmp_path):
     report.main([str(runs[0]), "--against", str(runs[1]), "--out", str(tmp_path / "page.html")])
     page = (tmp_path / "page.html").read_text()
-    assert not re.search(r"(src|href)=|url\\(|@import|<script", page.replace("http://www.w3.org/2000/svg", ""))
+    assert not re.search(r"(src|href)=|url[(]|@import|<script", page.replace("http://www.w3.org/2000/svg", ""))
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     parser = Nesting()
     parser.feed(page)
