@@ -41,7 +41,7 @@ def pretrain(config: Config, eod: int | None, encode: Callable | None, started: 
     from megatron_lite.training.signals import StopSignal
     from megatron_lite.training.state import hold, restore
 
-    check_sinks(config)
+    check_sinks(config, say if int(os.environ.get("RANK", 0)) == 0 else silent)
     stop = StopSignal().install()
     splits = build_splits(config, eod, encode)
     rank, world, device = launch.init_from_env(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
@@ -55,7 +55,7 @@ def pretrain(config: Config, eod: int | None, encode: Callable | None, started: 
     progress, what = restore(trainer, home)
     for line in (*splits.notes, *trainer.settled.notes, what, f"ready to train after {time.time() - started:.1f} s"):
         tell(line)
-    sinks = build_sinks(config, rank == 0, progress.wandb_id)
+    sinks = build_sinks(config, rank == 0, progress.wandb_id, progress.iteration)
     try:
         Run(trainer, splits, sinks, Interval(config, mesh), progress, stop, tell, home).train()
     finally:

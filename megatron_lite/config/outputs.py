@@ -41,6 +41,8 @@ class LoggingConfig:
     wandb_project: str | None = flag(None, "Weights & Biases project; turns W&B on", type=str)
     wandb_exp_name: str | None = flag(None, "name of the run in W&B", type=str)
     wandb_entity: str | None = flag(None, "W&B team or user", type=str)
+    wandb_group: str | None = flag(None, "group of runs in W&B that this one belongs to", type=str)
+    wandb_tags: tuple[str, ...] | None = flag(None, "tags of the run in W&B", type=str, nargs="+")
     wandb_save_dir: str | None = flag(None, "folder for W&B's files (default: --save, else the working folder)", type=str)
     log_memory: bool = flag(False, "after the first step print what memory is for, beside the measured peak")
     log_params_norm: bool = flag(False, "add the norm of the parameters to the log line")

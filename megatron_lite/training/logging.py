@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
+import megatron_lite
 from megatron_lite.comm import collectives as comm
 from megatron_lite.comm.mesh import Mesh
 from megatron_lite.config import Config
@@ -33,12 +34,12 @@ from megatron_lite.training.peak import matmul_peak_tflops
 from megatron_lite.training.setup import peak_memory
 from megatron_lite.training.step import StepReport
 from megatron_lite.training.trace import bubble_share
+from megatron_lite.training.tracking import WandbSink, finite, login_missing, without_secrets
 
 MFU_FORMULA = "model FLOPs, causal half"  # planner.flops: no recomputation counted, attention at half of its square
 
 # What Megatron draws against consumed samples too: keys that begin so.
 VERSUS_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "params-norm")
-SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")  # of environment variables whose values go nowhere
 
 
 class LoggingError(ReportedError):
@@ -231,25 +232,39 @@ class Sink(Protocol):
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None: ...
 
+    def event(self, iteration: int, kind: str, text: str) -> None: ...
+
     def close(self) -> None: ...
 
 
 class JSONLSink:
-    """One JSON object per line, appended, on the disk as far as this process can see to it. NaN becomes null."""
+    """One JSON object per line, appended, on the disk as far as this process can see to it. NaN becomes null.
 
-    def __init__(self, path: str):
+    Every process that writes begins with `{"event": "start", "settings": {...}}`, so that the file says what was run and
+    how often it started again (tools/report.py). Warnings are `{"event": "warning", "text": ...}`.
+    """
+
+    def __init__(self, path: str, start: Mapping[str, Any]):
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         self.file = open(path, "a+b", buffering=0)  # noqa: SIM115 - lives as long as the run
         if self.file.seek(0, os.SEEK_END):
             self.file.seek(-1, os.SEEK_END)
             if self.file.read(1) != b"\n":  # a run killed in the middle of a line
                 self.file.write(b"\n")
+        self.start: Mapping[str, Any] | None = start  # until it is written, before the first row
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        self._append({"iteration": iteration, **finite(values)})
+
+    def event(self, iteration: int, kind: str, text: str) -> None:
+        self._append({"event": kind, "iteration": iteration, "text": text})
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        if self.start is not None:
+            start, self.start = self.start, None
+            self._append({"event": "start", **start})
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        row = {"iteration": iteration, "time": now, **finite}
-        self.file.write((json.dumps(row) + "\n").encode())
+        self.file.write((json.dumps({**row, "time": now}) + "\n").encode())
 
     def close(self) -> None:
         self.file.close()
@@ -270,56 +285,11 @@ class TensorBoardSink:
                 self.writer.add_scalar(f"{key} vs samples", value, int(values["consumed-samples"]))
         self.writer.flush()
 
+    def event(self, iteration: int, kind: str, text: str) -> None:
+        self.writer.add_text(kind, text, iteration)
+
     def close(self) -> None:
         self.writer.close()
-
-
-class WandbSink:
-    """One W&B run. Its id belongs into the checkpoint: given back here, the run goes on instead of a second one.
-
-    WANDB_MODE and W&B's other variables count as ever; the API key comes from W&B's own login, never from a flag.
-    """
-
-    def __init__(self, project: str, name: str | None, entity: str | None, directory: str | None,
-                 config: Mapping[str, Any], run_id: str | None = None):  # fmt: skip
-        import wandb
-
-        directory = directory or "."
-        os.makedirs(directory, exist_ok=True)  # W&B would take a temporary folder instead, and say so in passing
-        options = {"project": project, "name": name, "entity": entity, "dir": directory,
-                   "config": without_secrets(config),
-                   "settings": {"init_timeout": 30.0, "login_timeout": 30}}  # fmt: skip
-        if run_id is not None:
-            options |= {"id": run_id, "resume": "allow"}
-        try:
-            self.run = wandb.init(**options)
-        except wandb.errors.Error as error:  # no key, no network: no reason not to train
-            reason = str(error).strip().splitlines()[0]
-            print(f"W&B: {reason} (logging offline; `wandb sync` sends it later)", file=sys.stderr)
-            self.run = wandb.init(**options, mode="offline")
-        # No explicit step: W&B drops what comes at a step it has seen, and a run resumed from its last checkpoint goes
-        # over some iterations twice.
-        self.run.define_metric("iteration")
-        self.run.define_metric("*", step_metric="iteration")
-
-    def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        self.run.log({"iteration": iteration, **values})
-
-    def close(self) -> None:
-        failed = sys.exc_info()[0] is not None  # closed on the way out of an error: the run is to show as failed
-        self.run.finish(exit_code=int(failed))
-
-
-def without_secrets(value: Any) -> Any:
-    """A copy of nested settings in which no text holds the value of a secret environment variable."""
-    secrets = [v for k, v in os.environ.items() if k.upper().endswith(SECRET_ENDINGS) and len(v) >= 8]
-    if isinstance(value, Mapping):
-        return {key: without_secrets(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_secrets(inner) for inner in value]
-    for secret in secrets:
-        value = value.replace(secret, "***") if isinstance(value, str) else value
-    return value
 
 
 class Sinks:
@@ -343,9 +313,16 @@ class Sinks:
         self.write(iteration, values | position)
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
+        self._each(iteration, lambda sink: sink.write(iteration, values))
+
+    def event(self, iteration: int, kind: str, text: str) -> None:
+        """Something that happened, in words. `kind`: "warning", which W&B raises an alert for, or "stop"."""
+        self._each(iteration, lambda sink: sink.event(iteration, kind, text))
+
+    def _each(self, iteration: int, act: Callable[[Sink], None]) -> None:
         for sink in list(self.sinks):
             try:
-                sink.write(iteration, values)
+                act(sink)
             except OSError as error:
                 print(f"{type(sink).__name__} stops at iteration {iteration}: {error}", file=sys.stderr)
                 self.sinks.remove(sink)
@@ -355,15 +332,18 @@ class Sinks:
             sink.close()
 
 
-def check_sinks(config: Config) -> None:
-    """Raise LoggingError, naming flag and package, if a sink that was asked for is not installed. Imports nothing; the
-    same on every rank, so it is asked before any process group or model exists."""
+def check_sinks(config: Config, tell: Callable[[str], None] = print) -> None:
+    """Raise LoggingError, naming flag and package, if a sink that was asked for is not installed; tell where nobody is logged
+    in. The same on every rank, so it is asked before any process group or model exists."""
     asked = {"wandb": ("--wandb-project", config.logging.wandb_project),
              "tensorboard": ("--tensorboard-dir", config.logging.tensorboard_dir)}  # fmt: skip
     missing = [f"{flag} {value} needs the package {package}: pip install {package}, or leave {flag} out"
                for package, (flag, value) in asked.items() if value and not installed(package)]  # fmt: skip
     if missing:
         raise LoggingError("; ".join(missing))
+    note = login_missing() if config.logging.wandb_project else None
+    if note:
+        tell(note)
 
 
 def installed(package: str) -> bool:
@@ -372,19 +352,21 @@ def installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def build_sinks(config: Config, is_logging_rank: bool, wandb_id: str | None = None) -> Sinks:
-    """The sinks that the flags ask for, on the one rank that logs. `wandb_id`: of the W&B run to go on with.
+def build_sinks(config: Config, is_logging_rank: bool, wandb_id: str | None = None, iteration: int = 0) -> Sinks:
+    """The sinks that the flags ask for, on the one rank that logs. `wandb_id`: of the W&B run to go on with; `iteration`:
+    done before.
 
     Raises LoggingError, naming flag and path, where a file or folder cannot be written.
     """
     c = config.logging
     if not is_logging_rank:
         return Sinks([], config.model.seq_length)
+    start = {"iteration": iteration, "version": megatron_lite.__version__, "settings": without_secrets(config.as_dict())}
     makers: list[tuple[str, str | None, Callable[[], Sink]]] = [
-        ("--jsonl", c.jsonl, lambda: JSONLSink(c.jsonl)),
+        ("--jsonl", c.jsonl, lambda: JSONLSink(c.jsonl, start)),
         ("--tensorboard-dir", c.tensorboard_dir, lambda: TensorBoardSink(c.tensorboard_dir)),
         ("--wandb-project", c.wandb_project, lambda: WandbSink(c.wandb_project, c.wandb_exp_name, c.wandb_entity,
-            c.wandb_save_dir or config.checkpoint.save, config.as_dict(), wandb_id)),
+            c.wandb_save_dir or config.checkpoint.save, config.as_dict(), wandb_id, c.wandb_group, c.wandb_tags)),
     ]  # fmt: skip
     sinks = []
     for flag, value, make in makers:

@@ -81,6 +81,7 @@ class Run:
             loader.close()
         if reason:
             self.say(f"stopping after iteration {self.progress.iteration}: {reason}")
+            self.sinks.event(self.progress.iteration, "stop", reason)
         self._save(last=True)
         if self.splits.test is not None and reason is None:
             self._evaluate(self.splits.test, "test", " on test set")
@@ -158,13 +159,20 @@ class Run:
         """Say where the first of some skipped steps went wrong; end the run when there are too many in a row."""
         number, most, last = self.interval.skipped_in_a_row, self.config.train.max_consecutive_skips, self.progress.iteration
         if number == 1:
-            self.say(f"iteration {last} is skipped: {report.fault}")
+            self._warn(f"iteration {last} is skipped: {report.fault}")
         if number >= most:
             self.saver.drain()
-            raise TrainingError(
+            message = (
                 f"iterations {last + 1 - most} to {last} had no finite gradient (last loss {report.loss}, norm "
                 f"{report.grad_norm}; {report.fault}): stopping without saving, as --max-consecutive-skips {most} says; "
                 "the last checkpoint is untouched. A smaller --lr, or --clip-grad, may help")
+            self.sinks.event(last, "warning", message)
+            raise TrainingError(message)
+
+    def _warn(self, text: str) -> None:
+        """Say it, and leave it in the log."""
+        self.say(text)
+        self.sinks.event(self.progress.iteration, "warning", text)
 
     def _params_norm(self) -> float:
         return float(self.trainer.square_sum("param").sqrt())
@@ -214,7 +222,7 @@ class Run:
         copy = self.saver.copy_due(self.progress, last)
         if full or weights or copy:
             if self.interval.skipped_in_a_row or not math.isfinite(self._params_norm()):
-                self.say(f"iteration {self.progress.iteration} is not saved: its gradient or its weights are not finite")
+                self._warn(f"iteration {self.progress.iteration} is not saved: its gradient or its weights are not finite")
             else:
                 self.saver.save(self.progress, full, weights)
                 if copy:

@@ -268,6 +268,8 @@ ROWS = {
     "wandb_project": ("", WANDB, "sinks"),
     "wandb_exp_name": (WANDB, "--wandb-exp-name a", "sinks"),
     "wandb_entity": (WANDB, "--wandb-entity a", "sinks"),
+    "wandb_group": (WANDB, "--wandb-group a", "sinks"),
+    "wandb_tags": (WANDB, "--wandb-tags a b", "sinks"),
     "wandb_save_dir": (WANDB, "--wandb-save-dir {tmp}/w", "sinks"),
     "log_memory": ("", "--log-memory", "ledger"),
     "log_params_norm": ("", "without --log-params-norm", "params"),
@@ -323,6 +325,9 @@ def recorder(made, name):
             made.append((name, *(str(a) for a in args if not isinstance(a, dict))))
 
         def write(self, iteration, values):
+            pass
+
+        def event(self, iteration, kind, text):
             pass
 
         def close(self):

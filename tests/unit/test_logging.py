@@ -19,6 +19,7 @@ from megatron_lite.planner.flops import flops_per_iteration
 from megatron_lite.training import logging as log
 from megatron_lite.training.peak import matmul_peak_tflops, measured_tflops
 from megatron_lite.training.step import StepReport
+from megatron_lite.training.tracking import without_secrets
 
 CONFIG = Config(
     model=ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, kv_channels=16, seq_length=32,
@@ -167,12 +168,14 @@ def test_jsonl_appends_across_runs_and_torn_lines(tmp_path):
     sinks.close()
     with open(path, "a") as file:
         file.write('{"iteration": 2, "lm lo')  # killed here
-    sinks = log.build_sinks(config, True)
+    sinks = log.build_sinks(config, True, iteration=1)
     sinks.write_metrics(some_metrics(iteration=2, lm_loss=math.nan))
     sinks.close()
     lines = path.read_text().splitlines()
-    train, evaluation, last = (json.loads(lines[i]) for i in (0, 1, 3))
-    assert len(lines) == 4
+    start, train, evaluation, again, last = (json.loads(lines[i]) for i in (0, 1, 2, 4, 5))
+    assert len(lines) == 6
+    assert start["event"] == again["event"] == "start" and again["iteration"] == 1
+    assert start["settings"]["model"]["hidden_size"] == 64 and "wandb_project" in start["settings"]["logging"]
     assert train["iteration"] == 1 and train["lm loss"] == 2.0 and train["learning-rate"] == 3e-4
     assert {"batch-size", "loss-scale", "grad-norm", "iteration-time", "throughput", "consumed-tokens"} <= set(train)
     assert evaluation["lm loss validation"] == 2.0 and evaluation["lm loss validation ppl"] == pytest.approx(math.exp(2))
@@ -213,31 +216,68 @@ def wandb_offline(tmp_path, monkeypatch):
     return tmp_path, inits
 
 
+def wandb_records(folder):
+    """The records of a run's .wandb file, once its last one is there: 7 bytes of header, then a log in blocks of 32 KiB of
+    (checksum, length, kind) and data, as LevelDB's; kinds 1 full, 2 first, 3 middle, 4 last."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    deadline = time.monotonic() + 20  # W&B's own process writes the file, a moment after finish() has returned
+    while True:
+        records, part, at = [], b"", 7
+        data = b"".join(path.read_bytes() for path in folder.glob("*.wandb"))
+        while at + 7 <= len(data):
+            if at % 32768 > 32768 - 7:
+                at += -at % 32768
+                continue
+            length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+            part = data[at + 7 : at + 7 + length] if kind in (1, 2) else part + data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):
+                records.append(Record.FromString(part))
+        if any(record.WhichOneof("record_type") == "exit" for record in records) or time.monotonic() > deadline:
+            return records
+        time.sleep(0.05)
+
+
+def test_settings_named_like_secrets_stay_here():
+    given = {"model": {"hidden_size": 64}, "hub_token": "x", "a": {"api_key": "y", "password": "z"}, "eod_token_id": 3}
+    assert without_secrets(given) == {"model": {"hidden_size": 64}, "a": {}, "eod_token_id": 3}
+
+
 def test_wandb_offline_with_the_real_package(wandb_offline, monkeypatch):
     folder, inits = wandb_offline
     monkeypatch.setenv("SOME_TOKEN", "s3cr3t-value")
     config = dataclasses.replace(
-        config_with(wandb_project="lite", wandb_exp_name="run-1"), checkpoint=CheckpointConfig(save=str(folder / "save")),
+        config_with(wandb_project="lite", wandb_exp_name="run-1", wandb_group="g", wandb_tags=("a", "b")),
+        checkpoint=CheckpointConfig(save=str(folder / "save")),
         data=dataclasses.replace(CONFIG.data, data_path=("https://me:s3cr3t-value@host/corpus",)))  # fmt: skip
     others = log.build_sinks(config, False)
     sinks = log.build_sinks(config, True)
     sinks.write_metrics(some_metrics())
     sinks.write_evaluation(1, 8, 2.0)
+    sinks.event(1, "warning", "the gradient is NaN")
+    sinks.event(1, "stop", "no alert")
     run_id = sinks.wandb_id
     assert others.wandb_id is None and run_id
     sinks.close()
 
     (run,) = (folder / "save" / "wandb").glob("offline-run-*")
-    keys = (b"lm loss", b"learning-rate", b"grad-norm", b"throughput", b"lm loss validation", b"consumed-tokens")
-    deadline = time.monotonic() + 20  # W&B's own process writes the file, a moment after finish() has returned
-    while True:
-        written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
-        if all(key in written for key in keys) or time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
+    records = wandb_records(run)
+    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     assert run.name.endswith(run_id)
-    assert [key for key in keys if key not in written] == []
     assert b"deadbeef" not in written and b"s3cr3t-value" not in written
+    (made,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
+    assert (made.run_id, made.display_name, made.run_group, list(made.tags)) == (run_id, "run-1", "g", ["a", "b"])
+    settings = {item.key: json.loads(item.value_json) for item in made.config.update}
+    assert settings["model"]["hidden_size"] == 64 and settings["data"]["data_path"] == ["https://me:***@host/corpus"]
+    rows = [{(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
+            for record in records if record.WhichOneof("record_type") == "history"]  # fmt: skip
+    assert rows[0]["iteration"] == 1 and set(log.values_of(some_metrics())) <= set(rows[0])  # as in JSONL and TensorBoard
+    assert rows[1]["lm loss validation"] == 2.0 and {"consumed-tokens", "iteration"} <= set(rows[1])
+    steps = {record.metric.step_metric for record in records if record.WhichOneof("record_type") == "metric"}
+    assert steps == {"", "iteration"}
+    (alert,) = (record.alert for record in records if record.WhichOneof("record_type") == "alert")
+    assert alert.title == "run-1: warning" and alert.text == "iteration 1: the gradient is NaN"
     assert len(inits) == 1 and inits[0]["config"]["model"]["hidden_size"] == 64
     assert inits[0]["config"]["data"]["data_path"] == ["https://me:***@host/corpus"]
 

@@ -1,0 +1,75 @@
+"""tools/report.py: a page that stands alone and says what the log says."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from tools import report
+
+VOID = {"meta", "path", "circle", "polyline"}
+
+
+class Nesting(HTMLParser):
+    """Fails where an end tag does not close what is open."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def write(path, lr, losses, events=()):
+    start = {"event": "start", "iteration": 0, "settings": {"train": {"lr": lr, "name": "<b>&"}, "parallel": {"world_size": 4}}}
+    rows = [{"iteration": i, "lm loss": loss, "tokens-per-second": 100.0 * i} for i, loss in enumerate(losses, 1)]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, [start, *rows, *events])) + '\n{"iteration": 9, "lm lo')
+
+
+@pytest.fixture
+def runs(tmp_path):
+    again = {"event": "start", "iteration": 2, "settings": {"train": {"lr": 0.1, "name": "<b>&"}, "parallel": {"world_size": 4}}}
+    twice = [again, {"iteration": 3, "lm loss": 0.5}, {"event": "warning", "iteration": 3, "text": "a <step> is skipped"}]
+    write(tmp_path / "a" / "log.jsonl", 0.1, [3.0, 2.0, 1.0], twice)
+    write(tmp_path / "b" / "log.jsonl", 0.2, [3.0, 2.5, None])
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_a_log_is_read_with_its_restart(runs):
+    log = report.read_log(runs[0])
+    assert log.curve("lm loss") == [(1, 3.0), (2, 2.0), (3, 0.5)]  # what the restart made of iteration 3
+    facts = report.facts(log)
+    assert (facts["restarts"], facts["warnings"], facts["last loss"], facts["median tokens/s"]) == ("1", "1", "0.5000", "200")
+    assert report.read_log(runs[1]).curve("lm loss") == [(1, 3.0), (2, 2.5)]
+
+
+def test_the_page_stands_alone_and_shows_both_runs(runs, tmp_path):
+    report.main([str(runs[0]), "--against", str(runs[1]), "--out", str(tmp_path / "page.html")])
+    page = (tmp_path / "page.html").read_text()
+    assert not re.search(r"(src|href)=|url[(]|@import|<script", page.replace("http://www.w3.org/2000/svg", ""))
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    parser = Nesting()
+    parser.feed(page)
+    assert parser.open == []
+    assert page.count("<polyline") == 4  # loss and speed of two runs
+    differing = page.split("Settings that differ")[1].split("</section>")[0]
+    assert "<td>lr</td><td>0.1</td><td>0.2</td>" in differing and "world_size" not in differing
+    assert "a &lt;step&gt; is skipped" in page and "&lt;b&gt;&amp;" in page
+
+
+def test_what_is_no_log_is_said(tmp_path, capsys):
+    (tmp_path / "x.jsonl").write_text("[1]\n")
+    for path, words in ((tmp_path / "x.jsonl", "no log line"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(SystemExit):
+            report.main([str(path)])
+        assert words in capsys.readouterr().err
