@@ -3,8 +3,8 @@
 #     NNODES NODE_RANK MASTER_ADDR MASTER_PORT GPUS_PER_NODE    the machines (defaults: one node of 8)
 #     DATA_PATH    prefix of a .bin/.idx pair (without it: made-up tokens)
 #     SAVE         folder of checkpoints, read at the start and written to (without it: none)
-#     DRY_RUN=1    print the plan for all ranks and exit; needs no GPU
-#     TINY=1       the same script with tiny sizes, two steps on CPU
+#     DRY_RUN=1    print the plan for all ranks on CLUSTER (default h100) and exit; needs no GPU
+#     DEBUG_CPU=1  two steps of a tiny model over gloo: tp and pp of 2 where the script has them, dp 2 where it has ZeRO
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/env.sh
 
@@ -14,8 +14,8 @@ MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-29500}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 
-# What TINY=1 puts after a script's own flags: the last of equal flags wins.
-TINY_MODEL=(
+# What DEBUG_CPU=1 puts after a script's own flags: the last of equal flags wins.
+DEBUG_MODEL=(
     --num-layers 4 --hidden-size 64 --num-attention-heads 8 --ffn-hidden-size 128 --seq-length 32
     --max-position-embeddings 32 --vocab-size 256 --micro-batch-size 1 --global-batch-size 4 --train-iters 2
     --lr-warmup-iters 1 --log-interval 1 --distributed-backend gloo
@@ -30,18 +30,23 @@ launch() {
     else
         machines+=(--standalone) # a free port: two runs on one machine do not meet
     fi
-    if [ -n "${TINY:-}" ]; then
-        set -- "$@" "${TINY_MODEL[@]}"
-        machines=(--standalone --nproc-per-node 1)
-        if [[ " $* " == *" --pipeline-model-parallel-size "* ]]; then
-            set -- "$@" --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
-            machines=(--standalone --nproc-per-node 4)
-        fi
+    if [ -n "${DEBUG_CPU:-}" ]; then
+        set -- "$@" "${DEBUG_MODEL[@]}"
+        local ranks=1 axis
+        for axis in --tensor-model-parallel-size --pipeline-model-parallel-size; do
+            if [[ " $* " == *" $axis "* ]]; then
+                set -- "$@" "$axis" 2
+                ranks=$((ranks * 2))
+            fi
+        done
+        if [[ " $* " == *" --zero-stage "* ]]; then ranks=$((ranks * 2)); fi
+        machines=(--standalone --nproc-per-node "$ranks")
         export OMP_WAIT_POLICY=passive
     fi
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # on CPU, 1 among several ranks stands for an even share of the cores
     if [ -n "${DRY_RUN:-}" ]; then
-        "$PYTHON" pretrain_gpt.py "$@" "${files[@]}" --dry-run --world-size $((NNODES * GPUS_PER_NODE))
+        "$PYTHON" pretrain_gpt.py "$@" "${files[@]}" --dry-run \
+            --world-size $((NNODES * GPUS_PER_NODE)) --cluster "${CLUSTER:-h100}"
     else
         "$PYTHON" -m torch.distributed.run "${machines[@]}" pretrain_gpt.py "$@" "${files[@]}"
     fi

@@ -1,13 +1,14 @@
 """The example scripts: each one's plan, two tiny steps of each, and the quickstart from its first to its last section."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGURATIONS = {"gpt2_small": 1, "llama3_8b": 8, "llama2_70b": 64, "gpt3_175b": 1024}  # script -> ranks
+CONFIGURATIONS = {"gpt_125m": 1, "gpt2_1.5b": 8, "llama3_8b": 8, "llama2_70b": 64, "gpt3_175b": 1024}  # script -> ranks
 SECTIONS = ["1. The plan", "2. The text", "3. Training", "4. The same first", "5. The checkpoint", "6. Text", "Done in"]
 
 
@@ -24,20 +25,29 @@ def test_all_scripts_are_known():
 def test_dry_run(script):
     done = run(script, "--seed", "7", DRY_RUN="1")
     assert done.returncode == 0, done.stderr
-    assert f"= {CONFIGURATIONS[script]} rank" in done.stdout and "largest rank" in done.stdout
+    assert f"= {CONFIGURATIONS[script]} rank" in done.stdout
+    text = (ROOT / "examples" / f"{script}.sh").read_text(encoding="utf-8")
+    figures = re.search(r"prints, among other lines:\n((?:#     .*\n)+)", text).group(1).replace("#     ", "").splitlines()
+    assert [figure.split(":")[0] for figure in figures] == ["largest rank", "memory", "step"]
+    assert [figure for figure in figures if figure not in done.stdout.splitlines()] == []
 
 
-@pytest.mark.parametrize("script", ["gpt2_small", "llama2_70b", pytest.param("llama3_8b", marks=pytest.mark.full),
-                                    pytest.param("gpt3_175b", marks=pytest.mark.full)])  # fmt: skip
+@pytest.mark.parametrize("script", ["gpt_125m", "llama2_70b", *(pytest.param(name, marks=pytest.mark.full) for name in
+                                    ("gpt2_1.5b", "llama3_8b", "gpt3_175b"))])  # fmt: skip
 def test_two_tiny_steps(script, tmp_path):
-    done = run(script, "--seed", "7", TINY="1", SAVE=str(tmp_path))
+    done = run(script, "--seed", "7", DEBUG_CPU="1", SAVE=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "iteration        2/       2" in done.stdout
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
 
+@pytest.mark.parametrize("script", [*CONFIGURATIONS, "quickstart", "launch"])
+def test_syntax(script):
+    subprocess.run(["bash", "-n", f"examples/{script}.sh"], cwd=ROOT, check=True)
+
+
 def test_flags_given_to_a_script_win():
-    assert "2 microbatches" in run("llama3_8b", "--global-batch-size", "2", DRY_RUN="1").stdout
+    assert "2 microbatches" in run("llama3_8b", "--global-batch-size", "8", DRY_RUN="1").stdout
 
 
 def check_quickstart(folder, timeout, **variables):
