@@ -1,8 +1,11 @@
 """Flags of the architecture."""
 
+import re
 from dataclasses import dataclass
 
 from megatron_lite.config.flag import flag
+
+LIST = re.compile(r"\s*\[([01](?:\s*,\s*[01])*)\]\s*(?:\*\s*(\d+))?\s*")  # [0, 1]*3
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,9 @@ class ModelConfig:
     moe_router_num_groups: int | None = flag(None, "groups of experts, the best of which a token may use", type=int)
     moe_router_group_topk: int | None = flag(None, "groups that a token may use (needs --moe-router-num-groups)", type=int)
     moe_router_topk_scaling_factor: float | None = flag(None, "factor on the weights of a token's experts", type=float)
-    moe_router_load_balancing_type: str = flag("aux_loss", "loss that evens out the load: over each sequence, over the global "
-        "batch, or none", choices=("aux_loss", "seq_aux_loss", "none"))  # fmt: skip
+    moe_router_load_balancing_type: str = flag("seq_aux_loss", "loss that evens out the load: over each sequence, or none "
+        "(Megatron's aux_loss is over a micro-batch, and would change with the layout: refused)",
+        choices=("seq_aux_loss", "aux_loss", "none"))  # fmt: skip
     moe_aux_loss_coeff: float = flag(0.0, "weight of that loss")
     moe_z_loss_coeff: float | None = flag(None, "weight of the mean squared logsumexp of the router's logits", type=float)
     moe_router_enable_expert_bias: bool = flag(False, "even out the load by a bias on the choice alone, updated once a step")
@@ -75,9 +79,29 @@ class ModelConfig:
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     @property
+    def expert_layers(self) -> tuple[bool, ...]:
+        """Of each layer whether it has experts."""
+        return expert_layers(self.moe_layer_freq, self.num_layers) if self.num_experts else (False,) * self.num_layers
+
+    @property
     def tied(self) -> bool:
         return not self.untie_embeddings_and_output_weights
 
     @property
     def qkv_bias(self) -> bool:
         return self.add_qkv_bias or not self.disable_bias_linear
+
+
+def expert_layers(pattern: str, num_layers: int) -> tuple[bool, ...]:
+    """--moe-layer-freq: `2` is every second layer from the first on, `[0]+[1]*27` says it of each. Raises ValueError."""
+    if pattern.strip().isdecimal() and int(pattern) > 0:
+        return tuple(layer % int(pattern) == 0 for layer in range(num_layers))
+    found: list[bool] = []
+    for part in pattern.split("+"):
+        match = LIST.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{part.strip()!r} is neither a number nor a list of 0 and 1, as in [0]+[1]*{num_layers - 1}")
+        found += [digit.strip() == "1" for digit in match[1].split(",")] * int(match[2] or 1)
+    if len(found) != num_layers:
+        raise ValueError(f"it speaks of {len(found)} layers, and there are {num_layers}")
+    return tuple(found)
