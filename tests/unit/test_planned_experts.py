@@ -23,8 +23,10 @@ LLAMA = ("--position-embedding-type rope --normalization RMSNorm --swiglu --disa
          "--micro-batch-size 1 --seq-length 4096 ")  # fmt: skip
 MIXTRAL = LLAMA + "--vocab-size 32000 --num-experts 8 --group-query-attention --num-query-groups 8 "
 SIZES = {
-    "mixtral-8x7b": (MIXTRAL + "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336", 46.7, 12.9),
-    "mixtral-8x22b": (MIXTRAL + "--num-layers 56 --hidden-size 6144 --num-attention-heads 48 --ffn-hidden-size 16384", 140.6, 39.2),
+    "mixtral-8x7b": (MIXTRAL + "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336",
+                     46.7, 12.9),
+    "mixtral-8x22b": (MIXTRAL + "--num-layers 56 --hidden-size 6144 --num-attention-heads 48 --ffn-hidden-size 16384",
+                      140.6, 39.2),
     "deepseek-moe-16b": (LLAMA + "--vocab-size 102400 --num-layers 28 --hidden-size 2048 --num-attention-heads 16 "
                          "--ffn-hidden-size 10944 --num-experts 64 --moe-router-topk 6 --moe-layer-freq [0]+[1]*27 "
                          "--moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816", 16.4, 2.8),
