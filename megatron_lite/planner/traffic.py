@@ -70,7 +70,8 @@ def axis_size(config: Config, axis: str) -> int:
     """Ranks of a named axis (comm/mesh.py)."""
     tp, pp, dp, copies = config.parallel.tp, config.parallel.pp, config.data_parallel_size, config.parallel.zero_replica_size
     zero, cp, ep = config.parallel.zero_stage > 0, config.parallel.cp, config.parallel.ep
-    return {"tp": tp, "pp": pp, "dp": dp, "dp_cp": dp * cp, "cp": cp, "ep": ep, "expert_dp": dp * cp // ep, "tp_pp": tp * pp, "embedding": 2 if pp > 1 else 1, "mirror": 2,
+    return {"tp": tp, "pp": pp, "dp": dp, "dp_cp": dp * cp, "cp": cp, "ep": ep,
+            "expert_dp": dp * cp // ep, "tp_pp": tp * pp, "embedding": 2 if pp > 1 else 1, "mirror": 2,
             "zero_shard": dp * cp // copies if zero else 1, "zero_replica": copies}[axis]  # fmt: skip
 
 
