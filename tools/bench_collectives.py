@@ -233,7 +233,31 @@ def description(mesh: Mesh, rows: list[Row]) -> dict:
     return {"name": f"{nodes} x {len(hosts) // nodes} {what}, measured", "nodes": nodes, "gpus_per_node": len(hosts) // nodes,
             "memory_gib": memory / GIB, "memory_bandwidth_gbs": bandwidth / GB, "peak_tflops": peaks, **wires,
             "matmul_efficiency": efficiency, "overlap": 0.8 if mesh.device.type == "cuda" else 0.0,
-            "collectives": collectives}  # fmt: skip
+            "collectives": collectives, "rendezvous_us": 1e6 * rendezvous_seconds(mesh)}  # fmt: skip
+
+
+def rendezvous_seconds(mesh: Mesh, rounds: int = 40) -> float:
+    """What an all-reduce costs more where ranks compute before it than one after another: they come to it at different times,
+    caches hold other things, and on a CPU a thread that slept has to get a core. Collective over the world; the largest."""
+    if mesh.world.size == 1:
+        return 0.0
+    message = torch.ones(1 << 18, device=mesh.device)  # 1 MiB
+    rows, matrix = torch.ones(1024, 256, device=mesh.device), torch.ones(256, 2048, device=mesh.device)
+
+    def timed(work: bool, send: bool) -> float:
+        comm.barrier(mesh.world)
+        began = _now(mesh.device)
+        for _ in range(rounds):
+            if work:
+                (rows @ matrix).mul_(2).sum()  # 8 MiB between: what lay in the caches is gone
+            if send:
+                comm.all_reduce(message.clone(), mesh.world)
+        return (_now(mesh.device) - began) / rounds
+
+    timed(True, True)
+    found = [[timed(True, True), timed(True, False), timed(False, True)] for _ in range(5)]
+    both, work, send = (median(column) for column in zip(*found, strict=True))
+    return max(max(comm.gather_objects(both - work - send, mesh.world)), 0.0)
 
 
 def _device_facts(mesh: Mesh) -> tuple[float, float, dict[str, float], float]:

@@ -12,6 +12,7 @@ Optional, with their defaults:
     host                  {"bandwidth_gbs": 32, "latency_us": 10}: device to host memory
     matmul_efficiency     0.75: of the peak, what large matrix products reach
     overlap               0.8: of the compute beside it, what communication can hide behind (0 where it costs the same cores)
+    rendezvous_us         0: what a measured collective costs more between computations than one after another
     collectives           {"within_node": {"all_reduce": {"bandwidth_gbs": ..., "latency_us": ...}, ...}, "between_nodes": ...}:
                           measured, per call and per byte that leaves a rank; tools/bench_collectives.py --save writes them
 
@@ -66,6 +67,7 @@ class Cluster:
     host: Link = Link(32 * GB, 10 * MICRO)
     matmul_efficiency: float = 0.75
     overlap: float = 0.8
+    rendezvous: float = 0.0
     measured: dict[tuple[str, str], Link] = field(default_factory=dict)
 
     @property
@@ -164,10 +166,11 @@ RANGES = {
     "latency_us": _Range(0, 1e7, "usually 3 to 20"),
     "matmul_efficiency": _Range(0.01, 1.0, "a share of the peak, usually 0.75"),
     "overlap": _Range(0.0, 1.0, "a share, usually 0.8"),
+    "rendezvous_us": _Range(0.0, 1e6, "microseconds, usually 0"),
 }
 WIRES = ("within_node", "between_nodes", "host")
 KNOWN = {"name", "nodes", "gpus_per_node", "memory_gib", "memory_bandwidth_gbs", "peak_tflops", *WIRES, "matmul_efficiency",
-         "overlap", "collectives"}  # fmt: skip
+         "overlap", "rendezvous_us", "collectives"}  # fmt: skip
 
 
 def read_cluster(text: str) -> Cluster:
@@ -208,6 +211,7 @@ def cluster_of(description: Any, source: str) -> Cluster:
         "host": _link(d, "host", problems, number) if "host" in d else Cluster.host,
         "matmul_efficiency": number(d, "matmul_efficiency", default=Cluster.matmul_efficiency),
         "overlap": number(d, "overlap", default=Cluster.overlap),
+        "rendezvous": number(d, "rendezvous_us", default=0.0) * MICRO,
         "measured": _measured(d.get("collectives", {}), problems, number),
     }
     if problems:

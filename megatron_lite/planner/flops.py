@@ -6,11 +6,14 @@ Q = heads x head size, KV = key/value heads x head size, Vp = padded vocabulary,
 
     F_token = 6 [ L (k h ffn + h (Q + 2 KV) + Q h) + h Vp ] + 6 L Q s
     MFU     = F_token x tokens per second / (devices x dense peak of one)
+
+In a layer with experts k h ffn gives way to h E + k h (topk ffn_expert + ffn_shared): the router, and what a token sees.
 """
 
 import re
 
 from megatron_lite.config import Config
+from megatron_lite.planner.params import expert_width
 
 # Dense peak of one device in TFLOP/s: (words in the device's name, 16-bit with fp32 sums, fp32 without tensor cores).
 # The first row whose words are all in the name counts. From the vendors' data sheets; the doubled "sparse" figures are
@@ -53,10 +56,13 @@ PEAKS: tuple[tuple[frozenset[str], float, float], ...] = tuple(
 def flops_per_token(config: Config) -> int:
     """Forward and backward FLOPs per token of a full-length sample: model FLOPs, causal attention halved."""
     model = config.model
-    h, ffn = model.hidden_size, model.ffn_hidden_size
+    h, wide, with_experts = model.hidden_size, 3 if model.swiglu else 2, sum(model.expert_layers)
     q, kv = model.num_attention_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    layer = (3 if model.swiglu else 2) * h * ffn + h * (q + 2 * kv) + q * h
-    matrices = 6 * (model.num_layers * layer + h * config.padded_vocab_size)
+    attention, mlp = h * (q + 2 * kv) + q * h, wide * h * model.ffn_hidden_size
+    seen = model.moe_router_topk * expert_width(model) + (model.moe_shared_expert_intermediate_size or 0)
+    experts = h * (model.num_experts or 0) + wide * h * seen
+    layers = model.num_layers * attention + (model.num_layers - with_experts) * mlp + with_experts * experts
+    matrices = 6 * (layers + h * config.padded_vocab_size)
     return matrices + 6 * model.num_layers * q * model.seq_length
 
 

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lite.config import Config
-from megatron_lite.planner.params import chunk_parts, rank_parameters
+from megatron_lite.planner.params import chunk_parts, expert_elements, rank_parameters
 from megatron_lite.planner.pipeline import Chunk, Pipeline, pipeline_of
 from megatron_lite.planner.recompute import KEPT, OFFLOADED, Span, spans
 from megatron_lite.schedules.actions import Action
@@ -82,10 +82,12 @@ def sharded_bytes(stage: int, ranks: int, weight: float, gradient: float, optimi
     return tuple(size / n for size, n in zip((weight, gradient, optimizer), shares, strict=True))
 
 
-def state_bytes(config: Config) -> tuple[float, float, float]:
-    """(weight, gradient sum, optimizer) bytes per parameter of its stage that a rank keeps between steps."""
+def state_bytes(config: Config, experts: bool = False) -> tuple[float, float, float]:
+    """(weight, gradient sum, optimizer) bytes per parameter of its stage that a rank keeps between steps. ZeRO shards over
+    dp x cp; experts over the ranks of it that hold the same ones."""
     parallel = config.parallel
-    ranks = max(config.data_parallel_size // parallel.zero_replica_size, 1)
+    ranks = config.data_parallel_size * parallel.cp // (parallel.ep if experts else 1)
+    ranks = max(ranks // parallel.zero_replica_size, 1)
     return sharded_bytes(parallel.zero_stage, ranks, *full_state_bytes(config))
 
 
@@ -101,6 +103,8 @@ def full_state_bytes(config: Config) -> tuple[int, int, int]:
 
 def attention_core(config: Config) -> str:
     """The form of attention that a GPU run takes (`models/attention.py`): dropout rules the flash kernel out."""
+    if config.parallel.cp > 1:
+        return "flash"  # parts are merged by their log-sum-exp
     return "block" if config.model.attention_dropout or config.parallel.distributed_backend == "gloo" else "flash"
 
 
@@ -116,8 +120,8 @@ def layer_activation_bytes(config: Config, core: str | None = None, modules: tup
 
 
 def model_tokens(config: Config) -> int:
-    """Tokens of a microbatch."""
-    return config.model.seq_length * config.train.micro_batch_size
+    """Tokens of a microbatch on a rank: context parallelism cuts every sequence."""
+    return config.model.seq_length // config.parallel.cp * config.train.micro_batch_size
 
 
 def _residual_bytes(config: Config, modules: tuple[str, ...]) -> int:
@@ -214,7 +218,7 @@ def _core_bytes(config: Config, core: str) -> int:
 def end_activation_bytes(config: Config, chunk: Chunk) -> int:
     """Bytes of one microbatch that the first stage (embedding) and the last (norm, head) keep beside their layers."""
     model, parallel = config.model, config.parallel
-    tokens = model.seq_length * config.train.micro_batch_size
+    tokens = model_tokens(config)
     local_tokens = tokens // parallel.tp if parallel.sequence_parallel else tokens
     e = ELEMENT_BYTES[config.precision.dtype_name]
     size = 0
@@ -304,11 +308,14 @@ def rank_memory(config: Config, pipeline: Pipeline, rank: int, actions: Sequence
 
 def rank_state(config: Config, pipeline: Pipeline, rank: int) -> tuple[int, int, int, int, int]:
     """(parameters, bytes of weights, of gradients, of the optimizer, of what ZeRO-2 and 3 bring within a step) of a rank."""
-    weight, gradient, optimizer = state_bytes(config)
     count, versions = rank_parameters(config, rank, pipeline), pipeline.weight_versions(rank, config.num_microbatches)
+    experts = sum(expert_elements(config, chunk.layers) for chunk in pipeline.chunks(rank))
     extra = _estimate_bytes(config, rank) if pipeline.schedule == "pipemare" else (0, 0)
-    each = weight * versions + extra[0], gradient, optimizer + extra[1]
-    return count, *(round(size * count) for size in each), transient_bytes(config, rank, pipeline)
+    total = [0.0, 0.0, 0.0]
+    for elements, (weight, gradient, optimizer) in ((count - experts, state_bytes(config)), (experts, state_bytes(config, True))):
+        each = weight * versions + extra[0], gradient, optimizer + extra[1]
+        total = [size + elements * more for size, more in zip(total, each, strict=True)]
+    return count, *(round(size) for size in total), transient_bytes(config, rank, pipeline)
 
 
 def buffer_bytes(config: Config) -> int:

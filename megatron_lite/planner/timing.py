@@ -13,8 +13,9 @@ GPU's tile, so that a side of 128 costs half and one of 4096 three per cent. On 
 
 Collectives of n ranks of which k share a node (`wire`): a ring crosses every node once each way, and the k ranks have an
 adapter each, so bandwidth is min(within, k x between); 2(n-1) or n-1 hops of latency, a tree's 2 log2 n of the adapters' at most.
-Measured collectives (tools/bench_collectives.py) replace both. Where communication costs the cores that compute (`overlap` 0)
-nothing is hidden. Sources: Hockney 1994 (alpha-beta), Narayanan et al. 2021 (arXiv 2104.04473) for the sum.
+Measured collectives (tools/bench_collectives.py) replace both, and add what it takes ranks that compute to meet. Where
+communication costs the cores that compute (`overlap` 0) nothing is hidden. Sources: Hockney 1994 (alpha-beta), Narayanan et al.
+2021 (arXiv 2104.04473) for the sum.
 """
 
 import math
@@ -115,7 +116,8 @@ def seconds_of(config: Config, cluster: Cluster, transfer: Transfer) -> float:
         return 0.0
     sent = transfer.size * wire_share(transfer.op, size)
     if measured := cluster.measured.get((where, transfer.op)):
-        return transfer.calls * measured.seconds(sent)
+        meeting = 0.0 if transfer.op == "send" else cluster.rendezvous
+        return transfer.calls * (meeting + measured.seconds(sent))
     rounds = wire_share(transfer.op, size) * size if transfer.op != "send" else 1  # of the ring: 2 (n-1) or n-1
     if where == "within":
         link, hops = cluster.within, min(rounds, 2 * math.log2(size) if transfer.op != "send" else 1)

@@ -69,9 +69,10 @@ def wire_share(op: str, ranks: int) -> float:
 def axis_size(config: Config, axis: str) -> int:
     """Ranks of a named axis (comm/mesh.py)."""
     tp, pp, dp, copies = config.parallel.tp, config.parallel.pp, config.data_parallel_size, config.parallel.zero_replica_size
-    zero = config.parallel.zero_stage > 0
-    return {"tp": tp, "pp": pp, "dp": dp, "dp_cp": dp, "tp_pp": tp * pp, "embedding": 2 if pp > 1 else 1, "mirror": 2,
-            "zero_shard": dp // copies if zero else 1, "zero_replica": copies}[axis]  # fmt: skip
+    zero, cp, ep = config.parallel.zero_stage > 0, config.parallel.cp, config.parallel.ep
+    return {"tp": tp, "pp": pp, "dp": dp, "dp_cp": dp * cp, "cp": cp, "ep": ep,
+            "expert_dp": dp * cp // ep, "tp_pp": tp * pp, "embedding": 2 if pp > 1 else 1, "mirror": 2,
+            "zero_shard": dp * cp // copies if zero else 1, "zero_replica": copies}[axis]  # fmt: skip
 
 
 def bytes_by_axis(config: Config, transfers: Iterable[Transfer]) -> dict[str, float]:
@@ -136,6 +137,52 @@ def backward_transfers(config: Config, chunk: Chunk) -> list[Transfer]:
 def multiplies_in_8_bits(config: Config, layer: int) -> bool:
     ends = {0, config.model.num_layers - 1} if config.precision.first_last_layers_bf16 else set()
     return config.precision.fp8_format is not None and layer not in ends
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Context and expert parallelism: of one layer and microbatch
+
+
+def context_transfers(config: Config, kind: str) -> tuple[list[Transfer], list[Transfer]]:
+    """(forward, backward) of attention under a --cp-comm-type of "p2p", "a2a" or "allgather" (docs/parallelism.md).
+
+    Ring: K and V one rank on, c - 1 times, beside the compute on them; backward the same, and their gradients, exact, c times
+    until they are home. Ulysses: Q, K, V to whole sequences of few heads, the output back, and both again. All-gather: K and V,
+    again in the backward, whose gradients are scattered. Raises ValueError for other kinds.
+    Source: Liu et al. 2023 (arXiv 2310.01889), Jacobs et al. 2023 (arXiv 2309.14509).
+    """
+    model, parallel, dtype = config.model, config.parallel, config.precision.dtype_name
+    size, tokens, e = parallel.cp, model_tokens(config), ELEMENT_BYTES[dtype]
+    if size == 1:
+        return [], []
+    q = model.num_attention_heads // parallel.tp * model.head_dim
+    pair = 2 * max(model.num_kv_heads // parallel.tp, 1) * model.head_dim * tokens  # elements of a rank's own K and V
+    if kind == "p2p":
+        keys = Transfer("cp", "send", e * pair, size - 1, "keys and values", "attention")
+        return [keys], [keys, Transfer("cp", "send", EXACT_BYTES[dtype] * pair, size, "their gradients", "attention")]
+    if kind == "a2a":
+        trade = [Transfer("cp", "all_to_all", e * (q * tokens + pair), 1, "queries, keys, values"),
+                 Transfer("cp", "all_to_all", e * q * tokens, 1, "attention's output")]  # fmt: skip
+        return trade, trade[::-1]
+    if kind == "allgather":
+        keys = Transfer("cp", "all_gather", e * pair * size, 1, "keys and values")
+        return [keys], [keys, Transfer("cp", "reduce_scatter", EXACT_BYTES[dtype] * pair * size, 1, "their gradients")]
+    raise ValueError(f"no formula for {kind}")
+
+
+def expert_rows(config: Config) -> int:
+    """Rows that a rank sends to experts, and in expectation gets: topk for each of its tokens, nothing dropped. Whole experts
+    (etp 1) share the tokens out over tp."""
+    apart = config.parallel.tp if config.parallel.etp == 1 else 1
+    return model_tokens(config) // apart * config.model.moe_router_topk
+
+
+def dispatch_transfers(config: Config) -> list[Transfer]:
+    """Rows to the experts' ranks and home; the backward's are as many. Source: Lepikhin et al. 2020 (arXiv 2006.16668)."""
+    if config.parallel.ep == 1:
+        return []
+    rows = expert_rows(config) * config.model.hidden_size * ELEMENT_BYTES[config.precision.dtype_name]
+    return [Transfer("ep", "all_to_all", rows, 1, what) for what in ("rows to experts", "rows home")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
