@@ -15,7 +15,7 @@ from megatron_lite.checkpoint.boxes import Piece
 from megatron_lite.checkpoint.save import save_checkpoint
 from megatron_lite.comm import collectives as comm
 from megatron_lite.training.setup import Trainer
-from megatron_lite.training.state import WEIGHTS, Home, Progress, compression, meta_of, pieces_of, tensors
+from megatron_lite.training.state import WEIGHTS, Home, Progress, compression, meta_of, pieces_of, routers, tensors
 
 
 class Saver:
@@ -70,7 +70,8 @@ class Saver:
     def _pieces(self, optim: bool) -> list[Piece]:
         """What a full save writes: the same list as long as the state lies where it did, so that a step does not wait for it to
         be planned again. The views hold their memory, so no other tensor can have come to the same address."""
-        flats = [(prefix, flat) for prefix, _, _, _, flat in tensors(self.trainer, optim)]
+        flats = [(prefix, flat) for _, (prefix, _, _, _, flat) in tensors(self.trainer, optim)]
+        flats += [(router.bias_name, router.bias) for router in routers(self.trainer) if router.bias is not None]
         flats += compression(self.trainer) if optim else []
         where = [(key, flat.data_ptr(), flat.numel(), flat.dtype, flat.device) for key, flat in flats]
         if where != self.views[0]:
