@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_lite.arguments import parse
-from megatron_lite.comm.mesh import Axis, Mesh
+from megatron_lite.comm.mesh import Axis, Mesh, single
 from megatron_lite.models.zoo import PRESETS
 from megatron_lite.optim.buckets import layout
 from megatron_lite.pipeline.stage import build_chunks
@@ -35,7 +35,8 @@ def test_the_model_that_is_built(name):
         assert problems == []
         pipeline = pipeline_of(config)
         for rank in sorted({0, pp // 2, pp - 1}):
-            axes = {"tp": Axis("tp", rank=tp - 1, ranks=tuple(range(tp))), "pp": Axis("pp", rank=rank, ranks=tuple(range(pp)))}
+            axes = single().axes | {"tp": Axis("tp", rank=tp - 1, ranks=tuple(range(tp))),
+                                    "pp": Axis("pp", rank=rank, ranks=tuple(range(pp)))}  # fmt: skip
             built = build_chunks(config, Mesh(config.grid, 0, torch.device("meta"), axes), pipeline)
             assert sum(p.numel() for chunk in built for p in chunk.parameters()) == rank_parameters(config, rank, pipeline)
             for chunk, plan in zip(built, pipeline.chunks(rank), strict=True):

@@ -147,7 +147,7 @@ def test_chunks_hold_what_the_planner_says(flags, model):
     assert pipeline.schedule == name
     assert [[(c.layers.start, c.layers.stop) for c in pipeline.chunks(rank)] for rank in range(2)] == layers
     for rank in range(2):
-        axes = {"tp": Axis("tp", rank=1, ranks=(0, 1)), "pp": Axis("pp", rank=rank, ranks=(0, 2))}
+        axes = single().axes | {"tp": Axis("tp", rank=1, ranks=(0, 1)), "pp": Axis("pp", rank=rank, ranks=(0, 2))}
         chunks = build_chunks(config, Mesh(config.grid, 0, torch.device("meta"), axes), pipeline)
         assert sum(p.numel() for chunk in chunks for p in chunk.parameters()) == sum(rank_parts(config, rank).values())
         assert [[layer.layer for layer in chunk.layers] for chunk in chunks] == [list(range(*ends)) for ends in layers[rank]]
