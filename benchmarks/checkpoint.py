@@ -91,7 +91,7 @@ def sharded(trainer: Trainer) -> dict[str, DTensor]:
     parallel = trainer.config.parallel
     tp = init_device_mesh("cpu", (parallel.pp, parallel.tp), mesh_dim_names=("pp", "tp"))["tp"]
     state = {}
-    for prefix, shard, shape, _, flat in tensors(trainer, optim=True):
+    for _, (prefix, shard, shape, _, flat) in tensors(trainer, optim=True):
         for name in dict.fromkeys(box.name for box in shard.boxes):
             boxes = sorted((box for box in shard.boxes if box.name == name), key=lambda box: box.offset)
             # Heads of a fused projection lie apart in the parameter: as a tensor of their own they lie together.

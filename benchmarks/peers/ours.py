@@ -56,7 +56,7 @@ class Ours:
         config = config_of(spec)
         self.mesh = build_mesh(grid_of(config, spec.world), torch.device("cpu"))
         self.trainer = build_trainer(config, self.mesh)
-        held = list(tensors(self.trainer, optim=False))
+        held = [part for _, part in tensors(self.trainer, optim=False)]
         wanted = {hf_name(box.name) for _, shard, *_ in held for box in shard.boxes}
         weights = spec.load_weights(wanted.__contains__)
         for request in (request for part in held for request in flat_requests(*part)):

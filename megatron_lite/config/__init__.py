@@ -69,5 +69,10 @@ class Config:
         return -(-self.data.vocab_size // multiple) * multiple
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain nested dictionary, for JSON, W&B and the checkpoint."""
-        return {name: {f.name: getattr(getattr(self, name), f.name) for f in fields(group)} for name, group in GROUPS.items()}
+        """Plain nested dictionary, for JSON, W&B and the checkpoint: equal to what is read back from there."""
+        return {name: {f.name: _plain(getattr(getattr(self, name), f.name)) for f in fields(group)}
+                for name, group in GROUPS.items()}  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -40,6 +40,9 @@ class Kept:
     def write(self, iteration, values):
         self.rows.append({"iteration": iteration, **values})
 
+    def event(self, iteration, kind, text):
+        pass
+
     def close(self):
         pass
 

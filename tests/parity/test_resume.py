@@ -134,7 +134,7 @@ def state_after(config, **checkpoint):
     trainer = build_trainer(config, build_mesh(grid_of(config, 1), CPU))
     progress, says = restore(trainer)
     parts = {}
-    for prefix, shard, shape, start, flat in tensors(trainer, True):
+    for _, (prefix, shard, shape, start, flat) in tensors(trainer, True):
         assert start == 0
         tensor = flat.view(shape)
         for box in shard.boxes:

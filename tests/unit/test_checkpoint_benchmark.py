@@ -21,7 +21,7 @@ def test_a_small_state_is_measured(pool, tmp_path, capsys):
     good = [row["ok"] for row in rows if row["what"].startswith("peak")]
     assert good == [False, True, True, False]  # 16 and 15 of 10 MB, 320 and 321 of 320
     checkpoint.show(found[0], rows)
-    assert len(capsys.readouterr().out.splitlines()) == 1 + 12 + 2 + len(rows)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 14 + 2 + len(rows)
 
 
 @pytest.mark.parametrize(("better", "ok"), [(1.2, True), (1.19, False)])
