@@ -90,7 +90,10 @@ def known_flags():
 
 @pytest.mark.parametrize("page", TEXT)
 def test_flags_exist(page):
-    unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", TEXT[page])) - known_flags()
+    text = TEXT[page]
+    if page == "coming_from.md":  # its first column is other programs': test_docs_tables.py
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+    unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - known_flags()
     assert unknown == set(), f"{page} names flags that do not exist"
 
 
