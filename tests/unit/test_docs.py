@@ -85,7 +85,8 @@ def known_flags():
     sources = [*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*.py")]
     for path in sources:
         flags |= set(re.findall(r'"(--[a-z][\w-]*)"', path.read_text(encoding="utf-8")))
-    return flags | {"--full", "--standalone", "--nproc-per-node", "--nnodes", "--no-build-isolation"}
+    return flags | {"--full", "--standalone", "--nproc-per-node", "--nnodes", "--no-build-isolation", "--nodes", "--signal",
+                    "--requeue"}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", TEXT)
