@@ -85,7 +85,7 @@ def cluster(tmp_path):
             "PYTHON": sys.executable, "SAVE": str(tmp_path / "save"), "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_job_that_is_told_to_stop_saves(cluster, tmp_path, number):
     out = tmp_path / "out"
     with out.open("w") as file:
