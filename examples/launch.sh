@@ -1,6 +1,7 @@
 # Sourced by the scripts beside it. `launch FLAGS` starts pretrain_gpt.py on this node; run the script on every node.
 #
 #     NNODES NODE_RANK MASTER_ADDR MASTER_PORT GPUS_PER_NODE    the machines (defaults: one node of 8)
+#     RENDEZVOUS=HOST:PORT RENDEZVOUS_ID MAX_RESTARTS         or: nodes meet there and number themselves
 #     DATA_PATH    prefix of a .bin/.idx pair (without it: made-up tokens)
 #     SAVE         folder of checkpoints, read at the start and written to (without it: none)
 #     DRY_RUN=1    print the plan for all ranks on CLUSTER (default h100) and exit; needs no GPU
@@ -25,7 +26,10 @@ launch() {
     local files=(--mock-data) machines=(--nnodes "$NNODES" --nproc-per-node "$GPUS_PER_NODE")
     if [ -n "${DATA_PATH:-}" ]; then files=(--data-path "$DATA_PATH"); fi
     if [ -n "${SAVE:-}" ]; then files+=(--save "$SAVE" --load "$SAVE" --save-interval 500); fi
-    if [ "$NNODES" -gt 1 ]; then
+    if [ -n "${RENDEZVOUS:-}" ]; then
+        machines+=(--rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${RENDEZVOUS_ID:-pretrain}")
+        machines+=(--max-restarts "${MAX_RESTARTS:-0}")
+    elif [ "$NNODES" -gt 1 ]; then
         machines+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
     else
         machines+=(--standalone) # a free port: two runs on one machine do not meet
@@ -44,10 +48,11 @@ launch() {
         export OMP_WAIT_POLICY=passive
     fi
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # on CPU, 1 among several ranks stands for an even share of the cores
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300} # after SIGTERM; 30 s are too few to save a large model
     if [ -n "${DRY_RUN:-}" ]; then
         "$PYTHON" pretrain_gpt.py "$@" "${files[@]}" --dry-run \
             --world-size $((NNODES * GPUS_PER_NODE)) --cluster "${CLUSTER:-h100}"
-    else
-        "$PYTHON" -m torch.distributed.run "${machines[@]}" pretrain_gpt.py "$@" "${files[@]}"
+    else # exec: a signal to the script is one to torchrun, which passes it on
+        exec "$PYTHON" -m torch.distributed.run "${machines[@]}" pretrain_gpt.py "$@" "${files[@]}"
     fi
 }

@@ -85,12 +85,16 @@ def known_flags():
     sources = [*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*.py")]
     for path in sources:
         flags |= set(re.findall(r'"(--[a-z][\w-]*)"', path.read_text(encoding="utf-8")))
-    return flags | {"--full", "--standalone", "--nproc-per-node", "--nnodes", "--no-build-isolation"}
+    return flags | {"--full", "--standalone", "--nproc-per-node", "--nnodes", "--no-build-isolation", "--nodes", "--signal",
+                    "--requeue"}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", TEXT)
 def test_flags_exist(page):
-    unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", TEXT[page])) - known_flags()
+    text = TEXT[page]
+    if page == "coming_from.md":  # its first column is other programs': test_docs_tables.py
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+    unknown = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - known_flags()
     assert unknown == set(), f"{page} names flags that do not exist"
 
 
