@@ -67,6 +67,28 @@ def test_the_page_stands_alone_and_shows_both_runs(runs, tmp_path):
     assert "a &lt;step&gt; is skipped" in page and "&lt;b&gt;&amp;" in page
 
 
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "zero_stage": 1,
+      "world_size": 8}, "tp 2 × pp 2 × dp 2, ep 2, ZeRO-1, 8 ranks"),
+    ({"context_parallel_size": 2, "zero_stage": 0, "world_size": 2}, "cp 2, 2 ranks"),
+    ({"world_size": 1}, "1 process"),
+    ({"world_size": None, "tensor_model_parallel_size": 4}, "tp 4, number of ranks not logged"),
+])  # fmt: skip
+def test_the_grid_in_words(settings, words):
+    assert report.grid(settings) == words
+
+
+def test_ticks_are_round():
+    assert report.ticks(1, 30, whole=True) == [10, 20, 30]
+    assert report.ticks(1, 3, whole=True) == [1, 2, 3]
+    assert report.ticks(0.0, 0.01) == pytest.approx([0, 0.002, 0.004, 0.006, 0.008, 0.01])
+    assert report.ticks(3.268, 6.262) == [4, 5, 6]
+
+
+def test_settings_as_one_would_write_them():
+    assert [report.shown(value) for value in (None, True, False, ["a", "b"], 0)] == ["not set", "on", "off", "a b", "0"]
+
+
 def test_what_is_no_log_is_said(tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text("[1]\n")
     for path, words in ((tmp_path / "x.jsonl", "no log line"), (tmp_path / "none", "cannot be read")):
