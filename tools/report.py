@@ -10,11 +10,13 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import fields
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from any folder
+from megatron_lite.config import GROUPS
 from megatron_lite.schedules.html import STYLE
 
 CURVES = {  # key in the log: (title, unit, factor)
@@ -32,6 +34,7 @@ figure { background: #fff; border: 1px solid #e3e7ec; border-radius: 10px; margi
 figcaption { font-size: 14px; font-weight: 600; margin-bottom: 6px; }
 figure svg { width: 100%; height: auto; display: block; }
 h2 { font-size: 17px; margin: 26px 0 10px; }
+summary { cursor: pointer; margin: 0 0 14px; }
 table { margin: 14px 22px; } td { overflow-wrap: anywhere; }
 """
 
@@ -155,7 +158,7 @@ def shown(value: object) -> str:
     """A setting as one would write it on a command line."""
     if value is None or isinstance(value, bool):
         return {None: "not set", True: "on", False: "off"}[value]
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def table(head: list[str], rows: list[list[object]]) -> str:
@@ -181,8 +184,11 @@ def page(logs: list[Log]) -> str:
         differing = [name for name in {**one, **other} if one.get(name) != other.get(name)]
         rows = [[name, shown(one.get(name)), shown(other.get(name))] for name in differing]
         parts.append("<h2>Settings that differ</h2>" + table(["setting", *(log.name for log in logs)], rows))
+    usual = {item.name: item.default for group in GROUPS.values() for item in fields(group)}
     rows = [[name, shown(value)] for name, value in logs[0].settings.items() if value is not None]
-    parts.append("<h2>Settings</h2>" + table(["setting", "value"], rows))
+    chosen = [row for row in rows if row[1] != shown(usual.get(row[0]))]
+    parts.append("<h2>Settings</h2>" + table(["setting other than its default", "value"], chosen))
+    parts.append(f"<details><summary>All {len(rows)} settings</summary>{table(['setting', 'value'], rows)}</details>")
     return (f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(logs[0].name)}</title>\n'
             f"<style>{STYLE}{MORE}</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n")
 
