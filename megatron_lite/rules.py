@@ -26,7 +26,8 @@ AT_LEAST_ONE = (
     "ddp_bucket_size recompute_num_layers zero_replica_size zero_prefetch_limit "
     "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples vocab_size micro_batch_size "
     "global_batch_size train_iters train_samples exit_interval eval_iters eval_interval world_size save_interval "
-    "log_interval pipeline_drain_interval trace_start trace_steps loss_scale_window hysteresis max_consecutive_skips "
+    "log_interval pipeline_drain_interval trace_start trace_steps profile_step_start profile_step_end "
+    "loss_scale_window hysteresis max_consecutive_skips "
     "fp8_amax_history_len save_weights_only_interval save_retain grad_compression_rank tiktoken_num_special_tokens "
     "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups "
     "moe_router_group_topk expert_model_parallel_size expert_tensor_parallel_size"
@@ -205,13 +206,6 @@ INERT: tuple[tuple[str, Callable[[Values], bool], str], ...] = (
      and s.peer_checkpoint_interval >= s.train_iters > 0, "the run ends before its first copy"),
     ("peer_checkpoint_dir", lambda s: not s.peer_checkpoint_interval, "needs --peer-checkpoint-interval"),
     ("no_load_optim finetune load_iteration no_verify_checkpoint use_checkpoint_args", lambda s: s.load is None, "needs --load"),
-    ("wandb_exp_name wandb_entity wandb_group wandb_tags wandb_save_dir",
-     lambda s: s.wandb_project is None, "needs --wandb-project"),
-    ("trace_start trace_steps", lambda s: s.trace_dir is None, "needs --trace-dir"),
-    ("trace_dir", lambda s: s.pipeline_schedule in ASYNCHRONOUS and s.pipeline_model_parallel_size != 1,
-     "a trace shows single steps, and an asynchronous pipeline does not end them"),
-    ("trace_start", lambda s: have(s.trace_start, s.train_iters) and s.trace_start > s.train_iters,
-     "the run ends before that iteration"),
     ("world_size", lambda s: not s.dry_run, "needs --dry-run; a run's world size is the launcher's"),
     ("cluster", lambda s: not s.dry_run, "needs --dry-run, which says what the run would meet there"),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import partial
 from math import prod
 
-from megatron_lite import batch_rules, context_rules, expert_rules
+from megatron_lite import batch_rules, context_rules, expert_rules, logging_rules
 from megatron_lite.config import GROUPS, Config, ParallelConfig
 from megatron_lite.data.blend import read_blend
 from megatron_lite.data.indexed import DataError
@@ -57,10 +57,11 @@ def validate(config: Config, given: Iterable[str], world_size: int) -> list[Prob
     """All problems of a resolved configuration. `given`: field names the user set (inert flags are judged on those)."""
     values, given = _values(config, world_size), frozenset(given)
     problems = [*missing(values), *ranges(values)]
-    problems += [*conflicts(values, given), *inert(values, given), *expert_rules.inert(values, given)]
+    problems += [*conflicts(values, given), *inert(values, given)]
+    problems += [*expert_rules.inert(values, given), *logging_rules.inert(values, given)]
     for rules in (_attention, _positions, _layout, context_rules.context, _zero, compression, batch_rules.batch, _rampup,
                   batch_rules.skipping, _pipeline, _asynchronous, _activations, _scale, _fp8, _rate, _warmup, _data,
-                  marks, expert_rules.experts):  # fmt: skip
+                  marks, expert_rules.experts, logging_rules.profile):  # fmt: skip
         problems += rules(values)
     return problems
 

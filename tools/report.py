@@ -8,12 +8,15 @@ It reads what --jsonl wrote: a file, or the newest .jsonl file in a folder. The 
 
 import argparse
 import json
+import math
 import sys
+from dataclasses import fields
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from any folder
+from megatron_lite.config import GROUPS
 from megatron_lite.schedules.html import STYLE
 
 CURVES = {  # key in the log: (title, unit, factor)
@@ -22,6 +25,7 @@ CURVES = {  # key in the log: (title, unit, factor)
     "mem-max-allocated-bytes": ("Peak memory", "GB", 1e-9), "bubble-percent": ("Pipeline bubble", "%", 1),
     "data-wait-percent": ("Wait for data", "%", 1),
 }  # fmt: skip
+AXES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model"}
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520, 240, 70, 16, 16, 34
 COLOURS = ("#24599f", "#a8680a")  # of the run, and of the one it is held against
 MORE = """
@@ -30,6 +34,7 @@ figure { background: #fff; border: 1px solid #e3e7ec; border-radius: 10px; margi
 figcaption { font-size: 14px; font-weight: 600; margin-bottom: 6px; }
 figure svg { width: 100%; height: auto; display: block; }
 h2 { font-size: 17px; margin: 26px 0 10px; }
+summary { cursor: pointer; margin: 0 0 14px; }
 table { margin: 14px 22px; } td { overflow-wrap: anywhere; }
 """
 
@@ -82,6 +87,16 @@ def read_log(path: Path) -> Log:
     return log
 
 
+def ticks(low: float, high: float, whole: bool = False) -> list[float]:
+    """About five round numbers (1, 2 or 5 times a power of ten apart) from `low` to `high`."""
+    if high <= low:
+        return [low]
+    power = 10.0 ** math.floor(math.log10((high - low) / 5))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= (high - low) / 5 * (1 - 1e-9))
+    step = max(step, 1.0) if whole else step
+    return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
 def figure(key: str, logs: list[Log]) -> str:
     """The curve of a key of every log that has it, over iterations; nothing where none has it."""
     title, unit, factor = CURVES[key]
@@ -94,12 +109,13 @@ def figure(key: str, logs: list[Log]) -> str:
     inner_width, inner_height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}" '
              'font-size="12" fill="#5a6675">']  # fmt: skip
-    for tick in range(5):
-        y, x = TOP + inner_height * (1 - tick / 4), LEFT + inner_width * tick / 4
+    for value in ticks(low, low + up):
+        y = TOP + inner_height * (1 - (value - low) / up)
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#e3e7ec"/><text x="{LEFT - 8}" y="{y + 4:.1f}" '
-                     f'text-anchor="end">{low + up * tick / 4:.4g}</text>')  # fmt: skip
-        if right > left or tick == 0:
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{left + across * tick / 4:.6g}</text>')
+                     f'text-anchor="end">{value:.6g}</text>')  # fmt: skip
+    for value in ticks(left, right, whole=True):
+        x = LEFT + inner_width * (value - left) / across
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 12}" text-anchor="middle">{value:.0f}</text>')
     for curve, colour in zip(curves, COLOURS, strict=False):
         places = [(LEFT + inner_width * (x - left) / across, TOP + inner_height * (1 - (y - low) / up)) for x, y in curve]
         if len(places) == 1:
@@ -111,21 +127,38 @@ def figure(key: str, logs: list[Log]) -> str:
     return f"<figure><figcaption>{caption}, over iterations</figcaption>{''.join(parts)}</svg></figure>"
 
 
+def grid(settings: dict[str, object]) -> str:
+    """Who shares what, as far as the log says: `tp 2 × pp 2 × dp 2, ep 2, ZeRO-1, 8 ranks`."""
+    world = settings.get("world_size")
+    sizes = {axis: settings.get(f"{name}_parallel_size") or 1 for axis, name in AXES.items()}
+    sizes["dp"] = world // (sizes["tp"] * sizes["cp"] * sizes["pp"]) if world else 1
+    words = [" × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1)]
+    for text, size in (("ep {}", settings.get("expert_model_parallel_size")), ("ZeRO-{}", settings.get("zero_stage"))):
+        if size and (size != 1 or text == "ZeRO-{}"):
+            words.append(text.format(size))
+    words.append("1 process" if world == 1 else f"{world} ranks" if world else "number of ranks not logged")
+    return ", ".join(word for word in words if word)
+
+
 def facts(log: Log) -> dict[str, str]:
     """The run in a row of numbers."""
     loss, valid, speed = log.curve("lm loss"), log.curve("lm loss validation"), log.curve("tokens-per-second")
-    sizes = {axis: log.settings.get(f"{name}_parallel_size", log.settings.get(name)) for axis, name in
-             (("tp", "tensor_model"), ("cp", "context"), ("pp", "pipeline_model"))}  # fmt: skip
-    grid = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size and size != 1)
     return {
         "iterations": str(max(row["iteration"] for row in log.rows)),
         "last loss": f"{loss[-1][1]:.4f}" if loss else "none",
         "best validation loss": f"{min(value for _, value in valid):.4f}" if valid else "none",
         "median tokens/s": f"{sorted(value for _, value in speed)[len(speed) // 2]:.0f}" if speed else "none",
-        "grid": f"{grid or 'data parallel'}, {log.settings.get('world_size', '?')} ranks",
+        "grid": grid(log.settings),
         "restarts": str(max(len(log.starts) - 1, 0)),
         "warnings": str(sum(event["event"] == "warning" for event in log.events)),
     }
+
+
+def shown(value: object) -> str:
+    """A setting as one would write it on a command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "not set", True: "on", False: "off"}[value]
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def table(head: list[str], rows: list[list[object]]) -> str:
@@ -148,10 +181,14 @@ def page(logs: list[Log]) -> str:
         parts.append("<h2>Restarts and warnings</h2>" + table(["iteration", "what", ""], rows))
     if len(logs) > 1:
         one, other = (log.settings for log in logs)
-        rows = [[name, one.get(name, "-"), other.get(name, "-")] for name in {**one, **other} if one.get(name) != other.get(name)]
+        differing = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+        rows = [[name, shown(one.get(name)), shown(other.get(name))] for name in differing]
         parts.append("<h2>Settings that differ</h2>" + table(["setting", *(log.name for log in logs)], rows))
-    rows = [[name, value] for name, value in logs[0].settings.items() if value is not None]
-    parts.append("<h2>Settings</h2>" + table(["setting", "value"], rows))
+    usual = {item.name: item.default for group in GROUPS.values() for item in fields(group)}
+    rows = [[name, shown(value)] for name, value in logs[0].settings.items() if value is not None]
+    chosen = [row for row in rows if row[1] != shown(usual.get(row[0]))]
+    parts.append("<h2>Settings</h2>" + table(["setting other than its default", "value"], chosen))
+    parts.append(f"<details><summary>All {len(rows)} settings</summary>{table(['setting', 'value'], rows)}</details>")
     return (f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(logs[0].name)}</title>\n'
             f"<style>{STYLE}{MORE}</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n")
 

@@ -1,12 +1,13 @@
 """Draw what a run's pipeline really did (pretrain_gpt.py --trace-dir) below what the simulator makes of the same times.
 
-    python tools/trace.py runs/trace                          bubble, times per stage, waits per rank
+    python tools/trace.py runs/trace                          bubble, times per stage, waits per rank, slow ranks
     python tools/trace.py runs/trace --out trace.html         predicted above measured, in one page
     python tools/trace.py runs/trace --out trace.json         for ui.perfetto.dev
 
 Predicted is the run's own action lists, each action at the median of what its kind took on its stage, with messages that
 take no time. What measured has beyond it is wires, uneven actions, and other work of the machine. Here all that is not
-an action is bubble, the executor's own time too; the log line's bubble is waiting alone.
+an action is bubble, the executor's own time too; the log line's bubble is waiting alone. Slow ranks are looked for among all
+ranks of the run, whichever pipeline is drawn.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import signal
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from megatron_lite.schedules.svg import draw_svg
 from megatron_lite.schedules.trace import chrome_trace
 
 MS = 1e3
+SLOW = 1.1  # times the median of all ranks, above which a rank is a straggler
 
 
 class Step(NamedTuple):
@@ -49,16 +51,25 @@ class Step(NamedTuple):
         return max(rank["end"] for rank in self.ranks) - self.start
 
 
-def read_step(folder: Path, tp: int, dp: int) -> Step:
-    """The pipeline with these coordinates; ScheduleError, in words, where its files are missing or torn."""
-    ranks = {}
+def read_records(folder: Path) -> Iterator[dict]:
+    """What every rank wrote of one iteration; ScheduleError, in words, where a file is torn."""
     for path in sorted(folder.glob("rank_*.json")):
         try:
             record = json.loads(path.read_text(encoding="ascii"))
-            if (record["tp"], record.get("cp", 0), record["dp"]) == (tp, 0, dp):
-                ranks[record["pp"]] = record
+            place(record)
         except (ValueError, KeyError) as error:
             raise ScheduleError(f"{path} is no trace of a rank: {error!r}") from None
+        yield record
+
+
+def place(record: dict) -> tuple[int, int, int, int]:
+    """(pp, tp, cp, dp) of a rank."""
+    return record["pp"], record["tp"], record.get("cp", 0), record["dp"]
+
+
+def read_step(folder: Path, tp: int, dp: int) -> Step:
+    """The pipeline with these coordinates; ScheduleError, in words, where its files are missing or torn."""
+    ranks = {record["pp"]: record for record in read_records(folder) if place(record)[1:] == (tp, 0, dp)}
     size = Placement(*next(iter(ranks.values()))["placement"]).pp_size if ranks else 1
     if lacking := sorted(set(range(size)) - set(ranks)):
         raise ScheduleError(f"{folder} lacks pipeline rank {lacking[0]} of tp {tp}, dp {dp}")
@@ -96,6 +107,35 @@ def medians(timelines: Sequence[Timeline]) -> dict[str, dict[int, float]]:
     for kind, stage in sorted(times):
         found[kind][stage] = statistics.median(times[kind, stage])
     return found
+
+
+def stragglers(records: Sequence[dict]) -> list[str]:
+    """A line for every rank and kind of action whose median is more than 10 % above the median of all ranks' medians; one line
+    for a pipeline rank of which all are slow: that is not a slow device but a stage with more to do."""
+    times: dict[str, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))  # kind -> (place, rank) -> seconds
+    peers: dict[int, set[int]] = defaultdict(set)  # pipeline rank -> its ranks
+    for record in records:
+        peers[record["pp"]].add(record["rank"])
+        for text, start, end in record["actions"]:
+            times[parse_action(text).kind][place(record), record["rank"]].append(end - start)
+    lines = []
+    for kind, by_rank in sorted(times.items()):
+        medians_of = {key: MS * statistics.median(values) for key, values in by_rank.items()}
+        usual = statistics.median(medians_of.values())
+        slow = {key: value for key, value in medians_of.items() if value > SLOW * usual}
+        for pp, ranks in sorted(peers.items()):
+            mine = {key: value for key, value in slow.items() if key[0][0] == pp}
+            if len(mine) == len(ranks) > 1:
+                lines.append(f"all {len(ranks)} ranks of pipeline rank {pp}: {_excess(kind, min(mine.values()), usual)}; "
+                             "its stages have more to do (--pipeline-split auto evens stages out)")  # fmt: skip
+                continue
+            for ((_, tp, cp, dp), rank), value in sorted(mine.items()):
+                lines.append(f"rank {rank} (pp {pp}, tp {tp}, cp {cp}, dp {dp}): {_excess(kind, value, usual)}")
+    return lines or ["none: no rank's median is more than 10 % above that of all ranks, in any kind of action"]
+
+
+def _excess(kind: str, value: float, usual: float) -> str:
+    return f"{kind} takes {value:.2f} ms, {value / usual - 1:.0%} above the median of all ranks, {usual:.2f} ms"
 
 
 def costs_of(found: dict[str, dict[int, float]], num_stages: int) -> Costs:
@@ -153,14 +193,15 @@ def perfetto(step: Step, ideal: Timeline, real: Timeline) -> dict:
     return trace
 
 
-def picture(step: Step, ideal: Timeline, real: Timeline, suffix: str) -> str:
+def picture(step: Step, ideal: Timeline, real: Timeline, slow: Sequence[str], suffix: str) -> str:
     """The contents of a file with that suffix."""
     name = f"{step.ranks[0]['schedule']}, iteration {step.iteration}"
     if suffix == ".json":
         return json.dumps(perfetto(step, ideal, real))
     if suffix == ".svg":
         return draw_svg(real, f"{name}, ms")
-    return draw_html({"predicted, ms": ideal, "measured, ms": real}, f"{name}: predicted and measured")
+    return draw_html({"predicted, ms": ideal, "measured, ms": real}, f"{name}: predicted and measured",
+                     [f"Stragglers: {line}" for line in slow])  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -180,9 +221,11 @@ def main(argv: list[str] | None = None) -> None:
         step = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
         real = timelines[steps.index(step)]
         ideal = predicted(real, costs_of(found, step.placement.num_stages))
-        print(report(steps, step, ideal, found))
+        folders = [args.folder / f"iter_{step.iteration:07d}" for step in steps]
+        slow = stragglers([record for folder in folders for record in read_records(folder)])
+        print("\n".join([report(steps, step, ideal, found), "", *(f"stragglers  {line}" for line in slow)]))
         if args.out:
-            args.out.write_text(picture(step, ideal, real, args.out.suffix), encoding="utf-8")
+            args.out.write_text(picture(step, ideal, real, slow, args.out.suffix), encoding="utf-8")
             print(f"\nwrote {args.out}")
     except (ScheduleError, OSError) as error:
         parser.error(str(error))

@@ -50,4 +50,8 @@ class LoggingConfig:
         type=str)  # fmt: skip
     trace_start: int | None = flag(None, "first iteration that is traced (default: the second of this run)", type=int)
     trace_steps: int = flag(3, "iterations that are traced")
+    profile: bool = flag(False, "run torch's profiler over some iterations: one Chrome trace per profiled rank")
+    profile_step_start: int = flag(10, "first iteration that is profiled")
+    profile_step_end: int = flag(12, "iteration before which the profile ends")
+    profile_ranks: tuple[int, ...] = flag((0,), "ranks that are profiled", type=int, nargs="+")
     peak_tflops: float | None = flag(None, "peak of one device for MFU (default: a known GPU's, measured on CPU)", type=float)

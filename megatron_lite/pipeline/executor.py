@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -134,18 +135,15 @@ class Executor:
         result = Result(zero, zero.clone(), clock=self.clock, started=started)
         run = _Run(microbatches, result, deque(step.takes for step in steps if step.takes), scale=scale)
         recorder = self.recorder if self.recorder and self.recorder.recording else None
+        naming = self.recorder is not None and self.recorder.naming
         for step in steps:
             action = step.action
             begun = self.clock.stamp() if recorder else None
             self._post(run)
             if watch is not None:
                 watch.before(action)
-            if action.kind == "F":
-                self._forward(step, run)
-            elif action.kind == "W":
-                self._weight_grads(action, run)
-            else:
-                self._backward(step, run)
+            with self.recorder.action(action) if naming else nullcontext():
+                self._act(step, run)
             if watch is not None:
                 watch.after(action, run.result)
             if recorder:
@@ -163,6 +161,14 @@ class Executor:
     def evaluate(self, actions: Sequence[Action], microbatches: Sequence[Microbatch]) -> Result:
         """The forwards of the list alone, without graphs."""
         return self.run([action for action in actions if action.kind == "F"], microbatches)
+
+    def _act(self, step: _Step, run: _Run) -> None:
+        if step.action.kind == "F":
+            self._forward(step, run)
+        elif step.action.kind == "W":
+            self._weight_grads(step.action, run)
+        else:
+            self._backward(step, run)
 
     def _forward(self, step: _Step, run: _Run) -> None:
         action, training = step.action, torch.is_grad_enabled()

@@ -4,16 +4,18 @@
     CudaClock    a stamp is an event in the stream; it becomes a time once the step is over
 
 The executor stamps its waits in every step (the bubble on the log line). A `Recorder` keeps what a traced step did besides:
-every action, and the phases of the step around them. Without one nothing else is stamped.
+every action, and the phases of the step around them; or it names them for torch's profiler. Without one nothing else is
+stamped or named.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch.profiler import record_function
 
 from megatron_lite.schedules.actions import Action
 
@@ -63,10 +65,11 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Recorder:
-    """What a traced step did on this rank, in stamps: `actions` with start and end, `phases` by name with start and end."""
+    """What a traced step did on this rank, in stamps: `actions` with start and end, `phases` by name with start and end.
+    While it is `naming`, actions and phases are ranges in the profile that torch takes meanwhile."""
 
     def __init__(self, clock: Clock):
-        self.clock, self.recording = clock, False
+        self.clock, self.recording, self.naming = clock, False, False
         self.actions: list[tuple[Action, object, object]] = []
         self.phases: list[tuple[str, object, object]] = []
 
@@ -77,13 +80,23 @@ class Recorder:
     def end(self) -> None:
         self.recording = False
 
+    def named(self, name: str) -> AbstractContextManager:
+        """Around work that a profile shows under this name."""
+        return record_function(name) if self.naming else nullcontext()
+
+    def action(self, action: Action) -> AbstractContextManager:
+        """Around an action of the list."""
+        return self.named(f"{action.kind} chunk {action.chunk} microbatch {action.microbatch}")
+
 
 @contextmanager
 def phase(recorder: Recorder | None, name: str) -> Iterator[None]:
-    """Around a part of the step: its start and end, if the step is recorded."""
-    if recorder is None or not recorder.recording:
+    """Around a part of the step: its start and end if the step is recorded, its name if it is profiled."""
+    if recorder is None or not (recorder.recording or recorder.naming):
         yield
         return
     start = recorder.clock.stamp()
-    yield
-    recorder.phases.append((name, start, recorder.clock.stamp()))
+    with recorder.named(name):
+        yield
+    if recorder.recording:
+        recorder.phases.append((name, start, recorder.clock.stamp()))

@@ -1,6 +1,7 @@
-"""Timelines as a web page that needs nothing else: the pictures one above the other on one time scale, and a table."""
+"""Timelines as a web page that needs nothing else: the pictures one above the other on one time scale, moved together, and
+a table for each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from megatron_lite.schedules.simulate import Number, Timeline
@@ -12,6 +13,7 @@ body { margin: 0; background: #f6f7f9; color: #2b3440; line-height: 1.45;
        font-family: system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif; }
 main { max-width: 2400px; margin: 0 auto; padding: 28px 24px 48px; }
 h1 { font-size: 24px; margin: 0 0 18px; }
+section h2 { font-size: 16px; margin: 14px 22px 0; }
 section { background: #fff; border: 1px solid #e3e7ec; border-radius: 10px; margin: 0 0 22px; overflow: hidden; }
 .picture { overflow-x: auto; padding: 6px 0; }
 .picture svg { display: block; }
@@ -33,12 +35,19 @@ NOTES = (
 )
 
 
-def draw_html(timelines: Mapping[str, Timeline], title: str) -> str:
-    """A page with a picture for every name, such as one schedule, several to compare, or predicted and measured."""
+def draw_html(timelines: Mapping[str, Timeline], title: str, findings: Sequence[str] = ()) -> str:
+    """A page with a picture for every name, such as one schedule, several to compare, or predicted and measured; and, below
+    them, what was found."""
     everyone = list(timelines.values())
     bubbles = ", ".join(f"{timeline.sync_fraction:.1%}" for timeline in everyone)
     page_title = f"{title}, bubble {bubbles}"
-    sections = [_section(name, timeline, draw_svg(timeline, name, everyone)) for name, timeline in timelines.items()]
+    pictures = "\n".join(draw_svg(timeline, name, everyone) for name, timeline in timelines.items())
+    framed = f'<div class="picture">\n{pictures}</div>\n'  # all in one, so that they scroll as one
+    if len(timelines) == 1:
+        sections = [_section(name, timeline, framed) for name, timeline in timelines.items()]
+    else:
+        sections = [f"<section>{framed}</section>"]
+        sections += [_section(name, timeline, heading=f"<h2>{escape(name)}</h2>") for name, timeline in timelines.items()]
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -46,6 +55,7 @@ def draw_html(timelines: Mapping[str, Timeline], title: str) -> str:
             f"<title>{escape(page_title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>",
             f"<h1>{escape(page_title)}</h1>",
             *sections,
+            *(f"<p>{escape(finding)}</p>" for finding in findings),
             *(f"<p>{escape(note)}</p>" for note in NOTES),
             "</main>\n</body>\n</html>\n",
         ]
@@ -57,7 +67,7 @@ def _number(value: Number) -> str:
     return f"{round(float(value), 2):g}"
 
 
-def _section(name: str, timeline: Timeline, picture: str) -> str:
+def _section(name: str, timeline: Timeline, picture: str = "", heading: str = "") -> str:
     facts = {
         "step": _number(timeline.makespan),
         "sync bubble": _number(timeline.sync_bubble),
@@ -73,6 +83,6 @@ def _section(name: str, timeline: Timeline, picture: str) -> str:
     )
     head = "<tr><th></th><th>busy</th><th>idle</th><th>peak live</th><th>freed by input gradient</th></tr>"
     return (
-        f'<section aria-label="{escape(name)}"><dl>{cards}</dl>\n<div class="picture">\n{picture}</div>\n'
+        f'<section aria-label="{escape(name)}">{heading}<dl>{cards}</dl>\n{picture}'
         f"<table>{head}{rows}</table></section>"
     )

@@ -15,11 +15,13 @@ from megatron_lite.config import Config
 from megatron_lite.data.loader import BatchLoader, Samples
 from megatron_lite.data.streaming import StreamedSamples
 from megatron_lite.errors import ReportedError, peer_gone
+from megatron_lite.pipeline.recorder import phase
 from megatron_lite.training.asynchronous import steps_to_drain, train_window
 from megatron_lite.training.data import Splits, build_evaluation, build_loader
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.ledger import Ledger
 from megatron_lite.training.logging import Interval, Sinks, evaluation_lines, log_line
+from megatron_lite.training.profile import Profiler
 from megatron_lite.training.saving import Saver
 from megatron_lite.training.setup import Trainer
 from megatron_lite.training.signals import StopSignal
@@ -41,7 +43,8 @@ class Run:
         self.progress, self.stop, self.say = progress, stop, say
         self.saver = Saver(trainer, progress, say, home)
         self.started = time.monotonic()
-        self.tracer = Tracer(trainer, progress.iteration) if trainer.recorder else None
+        self.tracer = Tracer(trainer, progress.iteration) if self.config.logging.trace_dir else None
+        self.profiler = Profiler(trainer, progress.iteration, say) if self.config.logging.profile else None
         self.ledger = Ledger(trainer) if trainer.config.logging.log_memory else None  # until the first step is over
 
     @property
@@ -79,6 +82,8 @@ class Run:
                 self._save(last=False)
         finally:
             loader.close()
+            if self.profiler:
+                self.profiler.close()
         if reason:
             self.say(f"stopping after iteration {self.progress.iteration}: {reason}")
             self.sinks.event(self.progress.iteration, "stop", reason)
@@ -106,10 +111,14 @@ class Run:
 
     def _step(self, loader: BatchLoader) -> None:
         """One step; of an asynchronous pipeline all steps to its next drain, which are logged one by one when it is there."""
+        if self.profiler:
+            self.profiler.begin(self.progress.iteration + 1)
         started = time.perf_counter()
         with self.ledger.watching() if self.ledger else nullcontext():
             reports = self._run_steps(loader)
         seconds, waited = time.perf_counter() - started, loader.take_wait_seconds()
+        if self.profiler:
+            self.profiler.end(self.progress.iteration + 1)
         for report in reports:
             self._account(report, seconds / len(reports), waited / len(reports))
         self.progress = replace(self.progress, data_position=loader.position)
@@ -119,7 +128,8 @@ class Run:
         if self.trainer.settled.pipeline.asynchronous:
             steps = steps_to_drain(self.config, iteration)
             return train_window(self.trainer, loader.next_step, iteration, scheduled, steps)
-        batches = loader.next_step()
+        with phase(self.trainer.recorder, "data"):
+            batches = loader.next_step()
         if self.tracer:
             self.tracer.begin(iteration + 1)
         report = train_step(self.trainer, batches, iteration, scheduled)

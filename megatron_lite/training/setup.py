@@ -47,7 +47,7 @@ class Trainer:
     scaler: LossScaler
     loss_scale: LossScale  # of the next step
     loads: Loads | None = None  # of experts, where there are some
-    recorder: Recorder | None = None  # with --trace-dir
+    recorder: Recorder | None = None  # with --trace-dir; with --profile on ranks that are profiled
     memory_before: int = 0  # bytes this process held before the model was built
     smaller: dict[int, list[Action]] = field(default_factory=dict)  # microbatches -> actions, while the batch grows
 
@@ -120,7 +120,8 @@ def build_trainer(config: Config, mesh: Mesh, costs: PartCosts | None = None) ->
     engine = GradientEngine(chunks, sharding_of(config, mesh), mesh.tp, mesh.embedding, config.parallel.ddp_bucket_size,
                             partial(initialise, seed=train.seed))  # fmt: skip
     optimizer = Optimizer(engine.buckets, config.optimizer)
-    recorder = Recorder(clock_of(mesh.device)) if config.logging.trace_dir else None
+    recorded = config.logging.trace_dir or (config.logging.profile and mesh.rank in config.logging.profile_ranks)
+    recorder = Recorder(clock_of(mesh.device)) if recorded else None
     executor = Executor(chunks, pipeline.placement, mesh.pp.rank, p2p, shape, chunks[0].tp.dtype, mesh.device, recorder)
     actions, scaler = pipeline.actions(m)[mesh.pp.rank], LossScaler.of(config.precision)
     loads = Loads(chunks, mesh) if model.num_experts else None

@@ -68,6 +68,14 @@ BAD = [
     (f"{STALE} pipemare --pipemare-correction-decay 1", 2, ["--pipemare-correction-decay 1.0: must lie in [0, 1)"]),
     (f"{PP2} --pipeline-drain-interval 5", 2, ["--pipeline-drain-interval 5: has no effect", "pipedream-2bw"]),
     ("--pipeline-schedule pipedream", 1, ["--pipeline-schedule pipedream: has no effect"]),
+    # profiles
+    ("--profile-step-end 5", 1, ["--profile-step-end 5: has no effect: needs --profile"]),
+    ("--profile-ranks 0", 1, ["--profile-ranks 0: has no effect: needs --profile"]),
+    ("--profile --profile-step-start 12", 1, ["--profile-step-start 12 --profile-step-end 12", "--profile-step-end 13"]),
+    ("--profile --train-iters 9", 1, ["--profile-step-start 10 --train-iters 9", "--profile-step-start 9"]),
+    ("--profile --profile-ranks 1 2", 2, ["--profile-ranks 1 2 world size 2: there is no such rank; ranks are 0 to 1"]),
+    ("--profile --profile-step-start 0", 1, ["--profile-step-start 0: must be at least 1"]),
+    (f"{STALE} pipedream --profile", 2, ["--profile: has no effect", "asynchronous"]),
     # experts
     ("--moe-router-topk 3", 1, ["--moe-router-topk 3: has no effect: needs --num-experts"]),
     ("--num-experts 6", 1, ["--num-experts 6: experts have no biases; add --disable-bias-linear"]),

@@ -47,6 +47,8 @@ SAVE = "--save {tmp}/save"
 LOAD = "--load {tmp}/start --train-iters 7"  # 4 iterations were saved
 WANDB = "--wandb-project p"
 TRACE = "--trace-dir {tmp}/traces"
+PROFILE = f"{TRACE} --profile --profile-step-start 2 --profile-step-end 3"
+PROFILED = "ranks 2 --tensor-model-parallel-size 2 --profile --profile-step-start 2"
 REAL = "--fp64 --train-iters 3 --data-path {tmp}/corpus"  # without --mock-data
 OWN = "--fp64 --train-iters 3 --train-data-path {tmp}/corpus"
 FP32 = "only --mock-data --train-iters 3"
@@ -276,6 +278,10 @@ ROWS = {
     "trace_dir": ("", TRACE, "traces"),
     "trace_start": (TRACE, "--trace-start 3", "traces"),
     "trace_steps": (TRACE, "--trace-steps 1", "traces"),
+    "profile": (TRACE, "--profile --profile-step-start 2 --profile-step-end 3", "profiles"),
+    "profile_step_start": (PROFILE, "--profile-step-start 1", "profiles"),
+    "profile_step_end": (PROFILE, "--profile-step-end 4", "profiles"),
+    "profile_ranks": (PROFILED, "--profile-ranks 1", "built"),
     "peak_tflops": ("", "--peak-tflops 2", "mfu"),
 }  # fmt: skip
 
@@ -297,6 +303,7 @@ def built(rank, argv, world):
         "sharding": (sharding.stage, sharding.shard.ranks, sharding.overlap, sharding.overlap_gather, sharding.limit),
         "wire": (trainer.engine.wire_dtype, sharding.compression and (sharding.compression.rank, sharding.compression.start)),
         "8 bits": [m.self_attn.o_proj.fp8 and m.self_attn.o_proj.fp8.recipe for c in trainer.chunks for m in c.layers],
+        "recorded": trainer.recorder is not None,
         "actions": [str(action) for action in trainer.actions],
         "activation": trainer.executor.shape,
         "shared sequences": (tp := trainer.chunks[0].tp).context and (tp.context.kinds, tp.context.a2a.ranks),
@@ -439,6 +446,7 @@ def observe(files, tmp_path, monkeypatch, capsys):
             "verified": seen["verified"],
             "inherited": len(seen["inherited"]),
             "traces": sorted(path.name for path in folder.glob("traces/*")),
+            "profiles": sorted(path.name for path in folder.glob("traces/profile/*")),
             "says": out,
             "ledger": [line.split()[0] for line in out.splitlines() if line.startswith("  activations ")],
         }  # fmt: skip

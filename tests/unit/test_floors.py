@@ -17,7 +17,7 @@ FLOORS = {
     3: "models data tokenizers",
     4: "pipeline optim checkpoint",
     5: "training convert",
-    6: "arguments inherit rules batch_rules context_rules expert_rules validate pretrain_gpt tools benchmarks",
+    6: "arguments inherit rules batch_rules context_rules expert_rules logging_rules validate pretrain_gpt tools benchmarks",
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 LOOSE = {path.stem for path in PACKAGE.glob("*.py")}  # files outside folders; on floors 0 and 6 all stand side by side

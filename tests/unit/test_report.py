@@ -30,7 +30,8 @@ class Nesting(HTMLParser):
 
 
 def write(path, lr, losses, events=()):
-    start = {"event": "start", "iteration": 0, "settings": {"train": {"lr": lr, "name": "<b>&"}, "parallel": {"world_size": 4}}}
+    settings = {"train": {"lr": lr, "name": "<b>&", "seed": 1234}, "parallel": {"world_size": 4}}
+    start = {"event": "start", "iteration": 0, "settings": settings}
     rows = [{"iteration": i, "lm loss": loss, "tokens-per-second": 100.0 * i} for i, loss in enumerate(losses, 1)]
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(map(json.dumps, [start, *rows, *events])) + '\n{"iteration": 9, "lm lo')
@@ -38,7 +39,8 @@ def write(path, lr, losses, events=()):
 
 @pytest.fixture
 def runs(tmp_path):
-    again = {"event": "start", "iteration": 2, "settings": {"train": {"lr": 0.1, "name": "<b>&"}, "parallel": {"world_size": 4}}}
+    settings = {"train": {"lr": 0.1, "name": "<b>&", "seed": 1234}, "parallel": {"world_size": 4}}
+    again = {"event": "start", "iteration": 2, "settings": settings}
     twice = [again, {"iteration": 3, "lm loss": 0.5}, {"event": "warning", "iteration": 3, "text": "a <step> is skipped"}]
     write(tmp_path / "a" / "log.jsonl", 0.1, [3.0, 2.0, 1.0], twice)
     write(tmp_path / "b" / "log.jsonl", 0.2, [3.0, 2.5, None])
@@ -64,7 +66,32 @@ def test_the_page_stands_alone_and_shows_both_runs(runs, tmp_path):
     assert page.count("<polyline") == 4  # loss and speed of two runs
     differing = page.split("Settings that differ")[1].split("</section>")[0]
     assert "<td>lr</td><td>0.1</td><td>0.2</td>" in differing and "world_size" not in differing
+    chosen, every = page.split("<h2>Settings</h2>")[1].split("<details>")
+    assert "<td>name</td>" in chosen and "<td>lr</td>" in chosen and "<td>seed</td>" not in chosen  # 1234 is the default
+    assert "<td>seed</td><td>1234</td>" in every
     assert "a &lt;step&gt; is skipped" in page and "&lt;b&gt;&amp;" in page
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "zero_stage": 1,
+      "world_size": 8}, "tp 2 × pp 2 × dp 2, ep 2, ZeRO-1, 8 ranks"),
+    ({"context_parallel_size": 2, "zero_stage": 0, "world_size": 2}, "cp 2, 2 ranks"),
+    ({"world_size": 1}, "1 process"),
+    ({"world_size": None, "tensor_model_parallel_size": 4}, "tp 4, number of ranks not logged"),
+])  # fmt: skip
+def test_the_grid_in_words(settings, words):
+    assert report.grid(settings) == words
+
+
+def test_ticks_are_round():
+    assert report.ticks(1, 30, whole=True) == [10, 20, 30]
+    assert report.ticks(1, 3, whole=True) == [1, 2, 3]
+    assert report.ticks(0.0, 0.01) == pytest.approx([0, 0.002, 0.004, 0.006, 0.008, 0.01])
+    assert report.ticks(3.268, 6.262) == [4, 5, 6]
+
+
+def test_settings_as_one_would_write_them():
+    assert [report.shown(value) for value in (None, True, False, ["a", "b"], 0)] == ["not set", "on", "off", "a b", "0"]
 
 
 def test_what_is_no_log_is_said(tmp_path, capsys):

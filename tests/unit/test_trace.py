@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from html import escape
 
 import pytest
 
@@ -70,6 +71,10 @@ def test_tool_prints_and_draws(run, tmp_path, capsys):
     assert found and 0 < float(found[1]) < 100 and 0 < float(found[2]) < 100
     assert len(re.findall(r"^stage \d", text, re.MULTILINE)) == 4 and len(re.findall(r"^rank \d", text, re.MULTILINE)) == 2
     page = (tmp_path / "page.html").read_text()
+    slow = re.findall(r"^stragglers  (.*)$", text, re.MULTILINE)
+    assert slow and all(f"Stragglers: {escape(line)}" in page for line in slow)
+    [frame] = re.findall(r'<div class="picture">(.*?)</div>', page, re.DOTALL)
+    assert frame.count("<svg") == 2  # they scroll as one
     assert page.count("<svg") == 2 and "predicted, ms" in page and "measured, ms" in page
     assert not re.search(r"(src|href)=|url\((?!#)|@import", page)  # asks for nothing else
     hovers = Counter(re.findall(r"<title>(\w+[\d.]*): ", page))
@@ -111,3 +116,17 @@ def test_costs_are_medians_per_stage_and_the_prediction_runs_the_same_list():
     assert [span.action for span in ideal.spans[1]] == [parse_action(text) for text, _, _ in last]
     assert ideal.makespan == 2000 + 2 * 6000 + 3000
     assert real.sync_fraction == pytest.approx((13 - 10 + 13 - 12) / 2 / 13)
+
+
+def records(*seconds):
+    """Two pipelines of two ranks, rank = 2 pp + dp: seconds of each rank's F actions, in two iterations."""
+    return [{"rank": rank, "pp": rank // 2, "tp": 0, "dp": rank % 2, "actions": [["F0", 0, s], ["F1", 1, 1 + s], ["BW0", 3, 5]]}
+            for s_of_rank in (seconds, seconds) for rank, s in enumerate(s_of_rank)]  # fmt: skip
+
+
+def test_stragglers_are_named():
+    assert trace.stragglers(records(1.0, 1.0, 1.0, 1.09))[0].startswith("none")
+    assert trace.stragglers(records(1.0, 1.25, 1.0, 1.0)) == [
+        "rank 1 (pp 0, tp 0, cp 0, dp 1): F takes 1250.00 ms, 25% above the median of all ranks, 1000.00 ms"]  # fmt: skip
+    [line] = trace.stragglers(records(1.0, 1.0, 1.5, 1.6))
+    assert line.startswith("all 2 ranks of pipeline rank 1: F takes 1500.00 ms, 20% above") and "--pipeline-split auto" in line
