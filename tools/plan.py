@@ -21,7 +21,7 @@ from megatron_lite.arguments import format_problems, parse, read, without
 from megatron_lite.config import Config
 from megatron_lite.errors import ReportedError
 from megatron_lite.planner.cluster import GIB, PRESETS, THIS, Cluster, read_cluster
-from megatron_lite.planner.outlook import outlook, transfer_table, transfers_of_ranks
+from megatron_lite.planner.outlook import outlook, transfer_table, transfers_of_ranks, uncounted
 from megatron_lite.planner.pipeline import pipeline_of
 from megatron_lite.planner.report import dry_run_report, folded
 from megatron_lite.planner.scaling import Curve, chosen_layouts, curve, table
@@ -94,6 +94,8 @@ def one_layout(flags: list[str], devices: int, cluster: Cluster) -> str:
         raise Usage("--pipeline-schedule auto: is chosen when the run starts; plan.py --search compares schedules by name")
     pipeline = pipeline_of(config)
     parts.append(folded(outlook(config, pipeline, cluster)))
+    if uncounted(config):
+        return "\n\n".join(parts)
     transfers = transfers_of_ranks(config, pipeline)
     parts.append(f"transfers of a rank of stage 0 in a step\n{transfer_table(config, transfers[0])}")
     return "\n\n".join(parts)
@@ -104,6 +106,8 @@ def searched(flags: list[str], devices: int, cluster: Cluster, keep: int) -> str
     if not {"global_batch_size"} & set(read(flags).values):
         raise Usage("--search: needs --global-batch-size: layouts compare at one batch")
     base = configuration([*free, "--micro-batch-size", "1"], 1)
+    if without := uncounted(base):
+        raise Usage(f"--search: the time of a step is {without}; a single layout's memory is: leave --search out")
     return result_text(search(base, cluster, devices, fixed, keep), devices, cluster)
 
 
@@ -121,6 +125,8 @@ def result_text(result: Result, devices: int, cluster: Cluster) -> str:
 
 def scaled(flags: list[str], most: int, cluster: Cluster, strong: bool) -> list[Curve]:
     config = configuration(flags, 1)
+    if without := uncounted(config):
+        raise Usage(f"--scaling: the time of a step is {without}")
     counts = [2**power for power in range(most.bit_length()) if 2**power <= most]
     layouts = chosen_layouts(config, cluster.gpus_per_node)
     return [curve(name, config, cluster, layout, counts, strong) for name, layout in layouts.items()]

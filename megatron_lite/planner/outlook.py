@@ -18,12 +18,21 @@ LABELS = {"tp": "tp", "dp_cp": "dp", "zero_shard": "dp", "zero_replica": "dp (re
 def outlook(config: Config, pipeline: Pipeline, cluster: Cluster) -> str:
     """A few lines: what --dry-run adds with --cluster."""
     parts = [cluster.describe(), *device_lines(config, cluster), memory_line(config, pipeline, cluster)]
+    if without := uncounted(config):
+        return "\n".join([*parts, f"bytes on the wires and time of a step: {without}"])
     return "\n".join(parts + [wire_table(config, pipeline, cluster), time_lines(config, pipeline, cluster)])
+
+
+def uncounted(config: Config) -> str | None:
+    """Why there is no plan of a run's bytes and time; None where there is one."""
+    flags = {"--context-parallel-size": config.parallel.cp > 1, "--num-experts": config.model.num_experts is not None}
+    named = " and ".join(flag for flag, given in flags.items() if given)
+    return f"not planned yet with {named}" if named else None
 
 
 def device_lines(config: Config, cluster: Cluster) -> list[str]:
     """A line where the cluster has too few devices."""
-    world = config.parallel.tp * config.parallel.pp * config.data_parallel_size
+    world = config.grid.world_size
     most = None if cluster.nodes is None else cluster.nodes * cluster.gpus_per_node
     return [] if most is None or world <= most else [f"  too few devices: the run has {world} ranks, the cluster {most}"]
 

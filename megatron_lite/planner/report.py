@@ -56,6 +56,8 @@ def stage_table(config: Config, pipeline: Pipeline) -> str:
         lines.append("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
     core = {"flash": "flash attention (GPUs assumed: no --distributed-backend gloo)", "block": "block-causal attention"}
     activations = f"{core[attention_core(config)]}, {in_words(config.activations)}"
+    if config.model.num_experts is not None:
+        activations += ", not counted what experts keep (counted: an MLP in their place)"
     for text in (_state_legend(config), f"activations: {activations}, as many microbatches as the schedule keeps alive"):
         lines.append(folded(f"  {text}", "    "))
     return "\n".join(lines)

@@ -17,6 +17,7 @@ from megatron_lite.planner.cluster import cluster_of, read_cluster
 from tools import bench_collectives, plan, ring
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+EXPERTS = "--model mixtral-8x7b --bf16 --seq-length 2048"
 MODEL = "--model llama3.2-1b --bf16 --seq-length 2048"
 
 
@@ -73,6 +74,8 @@ def test_scaling_is_drawn(capsys, tmp_path):
      "--recompute-num-layers 2: a search has 1"),
     (f"{MODEL} --global-batch-size 64 --search --recompute-granularity selective --recompute-modules layernorm",
      "--recompute-modules layernorm: a search has core_attn"),
+    (f"{EXPERTS} --global-batch-size 64 --search --gpus 16", "--search: the time of a step is not planned yet with"),
+    (f"{EXPERTS} --micro-batch-size 1 --scaling", "--scaling: the time of a step is not planned yet with --num-experts"),
     (f"{MODEL} --micro-batch-size 1 --strong", "--strong: needs --scaling"),
     (f"{MODEL} --micro-batch-size 1 --keep 4", "--keep: needs --search"),
     (f"{MODEL} --micro-batch-size 1 --scaling --out x.pdf", "should end in .png or .svg"),
@@ -84,6 +87,15 @@ def test_scaling_is_drawn(capsys, tmp_path):
 def test_what_does_not_work_is_said(capsys, flags, words):
     code, text = run(capsys, flags)
     assert code == 2 and words in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (f"{EXPERTS} --expert-model-parallel-size 8", "not planned yet with --num-experts"),
+    (f"{MODEL} --context-parallel-size 2", "not planned yet with --context-parallel-size"),
+])  # fmt: skip
+def test_no_time_is_made_up_for_what_is_not_counted(capsys, flags, words):
+    code, text = run(capsys, f"{flags} --micro-batch-size 1 --global-batch-size 64 --gpus 16")
+    assert code == 0 and words in text and "MFU" not in text and "largest rank" in text
 
 
 def test_a_dry_run_knows_the_cluster(capsys, tmp_path, monkeypatch):
