@@ -5,7 +5,7 @@
 #     DATA_PATH    prefix of a .bin/.idx pair (without it: made-up tokens)
 #     SAVE         folder of checkpoints, read at the start and written to (without it: none)
 #     DRY_RUN=1    print the plan for all ranks on CLUSTER (default h100) and exit; needs no GPU
-#     DEBUG_CPU=1  two steps of a tiny model over gloo: tp and pp of 2 where the script has them, dp 2 where it has ZeRO
+#     DEBUG_CPU=1  two steps of a tiny model over gloo: tp, cp, pp and ep of 2 where the script has them, dp 2 where it has ZeRO
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/env.sh
 
@@ -37,12 +37,15 @@ launch() {
     if [ -n "${DEBUG_CPU:-}" ]; then
         set -- "$@" "${DEBUG_MODEL[@]}"
         local ranks=1 axis
-        for axis in --tensor-model-parallel-size --pipeline-model-parallel-size; do
+        for axis in --tensor-model-parallel-size --context-parallel-size --pipeline-model-parallel-size; do
             if [[ " $* " == *" $axis "* ]]; then
                 set -- "$@" "$axis" 2
                 ranks=$((ranks * 2))
             fi
         done
+        if [[ " $* " == *" --expert-model-parallel-size "* ]]; then
+            set -- "$@" --expert-model-parallel-size 2 --moe-ffn-hidden-size 64
+        fi
         if [[ " $* " == *" --zero-stage "* ]]; then ranks=$((ranks * 2)); fi
         machines=(--standalone --nproc-per-node "$ranks")
         export OMP_WAIT_POLICY=passive
