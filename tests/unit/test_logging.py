@@ -213,7 +213,9 @@ def wandb_offline(tmp_path, monkeypatch):
     for key, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_API_KEY": "0123456789abcdef" * 2 + "deadbeef",
                        "WANDB_CACHE_DIR": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path)}.items():  # fmt: skip
         monkeypatch.setenv(key, value)
-    return tmp_path, inits
+    wandb.teardown()  # a session that another test began would not see these variables
+    yield tmp_path, inits
+    wandb.teardown()
 
 
 def wandb_records(folder):
